@@ -90,7 +90,7 @@ class RollCall:
         self._is_closed = threading.Event()
         self._is_asked = threading.Event()
         self._is_over = threading.Event()
-        self._is_lost = self._has_answered = False
+        self._has_answered = False
         self._verdict: Verdict | None = None
         self._num_answered = self._num_read = 0  # on rank 0, for `leave`
         if rank == 0:  # torchrun's store may be that of the start before
@@ -196,7 +196,7 @@ class RollCall:
                 self._call()
                 self._store.add(_NUM_CLOSED, 1)  # it needs the store no more
         except RuntimeError:  # torch's errors of a store are of this kind
-            self._is_lost = True
+            pass
         finally:
             self._is_over.set()
 

@@ -24,7 +24,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.differences import called_by_megatron
-from megatron_asynchzp.mcore.low_precision import forget_copies
+from megatron_asynchzp.mcore.low_precision import forget_copies, send_codes
 from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import (
     broadcast_from_first_rank,
@@ -280,6 +280,9 @@ def wrap_model_chunks(
     wrapped: list[Any] = [
         AsyncHZPDataParallel(chunk, index, *shared) for index, chunk in enumerate(model_chunks)
     ]
+    if settings.sends_codes:
+        for chunk in wrapped:
+            send_codes(chunk.module, chunk.config, chunk.units)
     if construction is not None:
         construction.close()
     # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway. The

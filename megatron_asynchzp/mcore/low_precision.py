@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Transformer Engine that compute in FP8 with weights that are gathered in bf16: what
-they need of the machine, and the quantised copies of weights that outlive a layer's call."""
+"""Layers of Transformer Engine that compute in FP8 with weights whose shards are bf16: what they
+need of the machine, the quantised copies of weights that outlive a layer's call, and which weights
+can travel as FP8 codes."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
+from megatron_asynchzp.comm.codes import TensorGrid
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.unit import HZPUnit
 
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"
@@ -73,3 +76,42 @@ def _keeps(layer: Any, config: Any) -> bool:
     of earlier versions, cannot quantise again."""
     is_grouped = hasattr(layer, "num_gemms")
     return config.fp8_recipe == "delayed" or is_grouped or not hasattr(type(layer), "is_fsdp2")
+
+
+# ---- gathers in FP8
+
+
+def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None:
+    """Let the weights of layers that compute in FP8 travel as codes (can_send_codes)."""
+    from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+    from transformer_engine.pytorch import fp8  # pyright: ignore[reportMissingImports]
+
+    def grid_of(recipe: Any) -> TensorGrid:
+        weight = recipe.fp8_quant_fwd_weight
+        return TensorGrid(weight.power_2_scale, weight.amax_epsilon)
+
+    def is_computing() -> bool:
+        state = fp8.FP8GlobalStateManager
+        if not state.is_fp8_enabled():
+            return False
+        recipe = state.get_fp8_recipe()
+        return recipe.float8_current_scaling() and grid_of(recipe) == grid
+
+    grid = grid_of(get_fp8_recipe(config))
+    weights = {
+        param
+        for layer in module.modules()
+        if isinstance(layer, BaseTransformerLayer)
+        and not is_first_last_bf16_layer(config, layer.layer_number - 1)
+        for one in _quantising(layer, config)
+        for param in one.parameters(recurse=False)
+        if param.dim() == 2
+    }
+    for unit in units:
+        names = [
+            name
+            for name, param in zip(unit.param_names, unit.params, strict=True)
+            if param in weights
+        ]
+        unit.send_in_codes(names, grid, is_computing)

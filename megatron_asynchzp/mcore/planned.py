@@ -63,7 +63,10 @@ def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
         setting.batch,
         resolve_schedule(args),
         setting.recompute,
-        Wire(resolve_grad_dtype(args).itemsize),
+        Wire(
+            resolve_grad_dtype(args).itemsize,
+            gathers_codes=getattr(args, "asynchzp_sends_codes", False),
+        ),
         moments_nbytes(args),
         is_on_cpu=args.distributed_backend == "gloo",
         has_loss_scale=args.fp16,

@@ -44,6 +44,7 @@ class Settings:
     timeout: of the engine's communicators, None for torch's own.
     starts_differ: the ranks initialise their parameters differently, and the first rank's are used.
     saves_beside_training: whether a checkpoint may be written while training goes on.
+    sends_codes: whether weights of layers that compute in FP8 are gathered in FP8.
     trace: what this rank traces, None for nothing.
     number_of_step: see Communication.
     """
@@ -54,6 +55,7 @@ class Settings:
     timeout: timedelta | None = None
     starts_differ: bool = False
     saves_beside_training: bool = False
+    sends_codes: bool = False
     trace: TraceRequest | None = None
     number_of_step: Callable[[], int | None] = lambda: None
 
@@ -69,6 +71,7 @@ class Settings:
             _timeout(args),
             args.data_parallel_random_init,
             args.async_save,
+            getattr(args, "asynchzp_sends_codes", False),
             resolve_trace(args),
             partial(_number_of_step, args),
         )

@@ -3,7 +3,7 @@
 """The table in the log of a start: groups, units and bytes, by formula and as allocated."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,9 @@ def format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join((title, *(f"  {line}" for line in lines)))
 
 
-def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> str:
+def _groups_table(
+    groups: dict[str, ShardGroups], ranks_per_node: int, in_codes: Collection[str]
+) -> str:
     rows = [("group", "operation", "when", "ranks", "link")]
 
     def add(key: str, operation: str, when: str, axes: Sequence[AxisGroup]) -> None:
@@ -61,7 +63,8 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> str:
             rows.append((key, operation, when, _format_ranks(ranks), link))
 
     for key, group in groups.items():
-        add(key, "gather parameters", "each unit, forward and backward", group.unshard)
+        params = "parameters, weights of FP8 layers in FP8" if key in in_codes else "parameters"
+        add(key, f"gather {params}", "each unit, forward and backward", group.unshard)
         grads = "gradients in bf16" if group.grad_dtype == torch.bfloat16 else "gradients"
         add(key, f"reduce-scatter {grads}", "each unit, each micro-batch", group.grad_reduce)
         add(key, f"reduce-scatter {grads}", "once per step", group.grad_sync)
@@ -183,8 +186,12 @@ def format_start_table(
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
+    keys = (
+        (unit.coded, chunk.runtime.group_keys[unit]) for chunk in chunks for unit in chunk.units
+    )
+    in_codes = {key for coded, key in keys if coded is not None}
     tables = (
-        _groups_table(groups, ranks_per_node),
+        _groups_table(groups, ranks_per_node, in_codes),
         _states_table(units, groups, moments, _beside_states(chunks, whole_nbytes, moments)),
         _units_table(units),
     )

@@ -35,6 +35,7 @@ from megatron_asynchzp.planner.program import (
 )
 from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import (
+    Collective,
     Group,
     Transfer,
     Wire,
@@ -60,6 +61,10 @@ from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 _OPTIMIZER_NBYTES = 8 + 3 * 8 + 2
 _ZEROED_NBYTES = 4  # for each element of the gradient shard
 _FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapolated
+
+
+# Units whose weights layers of Transformer Engine have.
+_IN_FP8 = ("layer", "experts", "mtp")
 
 
 @dataclass(frozen=True)
@@ -252,19 +257,28 @@ class Costing:
         """Of one operation on `unit`, one after the other."""
         if unit.numel == 0:
             return []
+        return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
+
+    def collectives(self, kind: int, unit: Unit) -> list[Collective]:
+        """Of one operation on `unit`, in their order."""
+        sends_codes = self.plan.wire.gathers_codes and unit.kind in _IN_FP8
+        in_codes = unit.matrix_numel if sends_codes else 0
         group = self.groups[unit.group]
-        issued = unit_collectives(kind, self.padded(unit), self.model.itemsize, group)
-        return transfers(issued, group, self.cluster)
+        return unit_collectives(kind, self.padded(unit), self.model.itemsize, group, in_codes)
 
     def communication(self, stage: int) -> list[dict[int, list[Transfer]]]:
         """Of each unit of a stage, by kind of operation."""
-        known: dict[tuple[int, str], dict[int, list[Transfer]]] = {}
+        known: dict[tuple[int, str, str], dict[int, list[Transfer]]] = {}
+
+        def key_of(unit: Unit) -> tuple[int, str, str]:
+            return unit.aligned_numel, unit.group, unit.kind
+
         for unit in self.units[stage]:
-            key = (unit.aligned_numel, unit.group)
+            key = key_of(unit)
             if key not in known:
                 kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
                 known[key] = {kind: self.work(kind, unit) for kind in kinds}
-        return [known[unit.aligned_numel, unit.group] for unit in self.units[stage]]
+        return [known[key_of(unit)] for unit in self.units[stage]]
 
     def optimizer_s(self, stage: int) -> float:
         """Of a step."""
@@ -333,7 +347,7 @@ class Costing:
         """Elements of weights that layers keep in FP8, at most: all layers are taken to compute in
         it, and a router."""
         kept = self.setting.kernels.keeps_quantised
-        if kept == "none" or unit.kind not in ("layer", "experts", "mtp"):
+        if kept == "none" or unit.kind not in _IN_FP8:
             return 0
         if kept == "all" or unit.kind == "experts":
             return unit.matrix_numel
@@ -458,12 +472,14 @@ class Costing:
         for stage, units in enumerate(self.units):
 
             def left(count: int, stage: int = stage, units: tuple[Unit, ...] = units) -> float:
-                numels = [self.padded(unit) for unit in units]
                 groups = [self.groups[unit.group] for unit in units]
                 actions = self.stages(count)[stage].order.actions
                 actions = [one for one in actions if units[one.unit].numel]
-                itemsize = self.model.itemsize
-                return step_traffic(actions, numels, itemsize, groups, self.cluster).node_nbytes
+
+                def issued(kind: int, index: int) -> list[Collective]:
+                    return self.collectives(kind, units[index])
+
+                return step_traffic(actions, issued, groups, self.cluster).node_nbytes
 
             if micro_batches <= more:
                 found.append(left(micro_batches))

@@ -5,7 +5,7 @@ seconds, and the sum of a step.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class Wire:
     """How states travel. The default is the engine's.
 
     grad_itemsize: bytes of an element of the gradients.
+    gathers_codes: whether weights of layers that compute in FP8 are gathered in FP8.
     sums_rounded: whether shorter ones are added on their way, as by NCCL, in place of going to
         their owner as they are, to be added in fp32.
     pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
@@ -75,6 +76,7 @@ class Wire:
     grad_itemsize: int = _FP32
     sums_rounded: bool = False
     pieces: int = 1
+    gathers_codes: bool = False
 
     @property
     def is_exchanged(self) -> bool:
@@ -116,12 +118,21 @@ class Group:
         return round_up(max(numel, 1), self.sizes.optim * PARAM_ALIGNMENT_NUMEL)
 
 
-def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) -> list[Collective]:
+def unit_collectives(
+    kind: int, padded_numel: int, itemsize: int, group: Group, in_codes: int = 0
+) -> list[Collective]:
     """What one operation of `kind` (a lane, see planner/program.py) issues, in its order.
 
     itemsize: bytes of a parameter.
+    in_codes: elements that are gathered as FP8 codes; the others travel at the end of a message,
+        which is as long as the rank needs that has most of them: all of them.
     """
     sizes = group.sizes
+    if kind == GATHER and in_codes:
+        axes = group.axes(1, sizes.param)
+        agreed = [Collective(ALL_REDUCE, 1, _FP32, *axis) for axis in axes]
+        nbytes = padded_numel + sizes.param * itemsize * (padded_numel - in_codes)
+        return agreed + _gathers(min(nbytes, padded_numel * itemsize), 1, axes)
     if kind == GATHER:
         return _gathers(padded_numel, itemsize, group.axes(1, sizes.param))
     if kind == PARAM_SYNC:
@@ -227,26 +238,23 @@ class Traffic:
 
 def step_traffic(
     actions: Iterable[Action],
-    padded_numels: Sequence[int],
-    itemsize: int,
+    collectives: Callable[[int, int], Iterable[Collective]],
     groups: Sequence[Group],
     cluster: Cluster | None = None,
 ) -> Traffic:
     """The collectives of all `actions`.
 
-    padded_numels, groups: of each unit, by its number.
+    collectives: of a kind of operation on a unit, by its number; groups: of each unit.
     cluster: None where no nodes are asked for.
     """
     times = Counter((each.kind, each.unit) for each in actions if each.kind != COMPUTE)
     total: Counter[tuple[int, Collective]] = Counter()
     left = 0.0
     for (kind, unit), count in times.items():
-        group = groups[unit]
-        for each in unit_collectives(kind, padded_numels[unit], itemsize, group):
+        for each in collectives(kind, unit):
             total[kind, each] += count
             if cluster is not None:
-                ring = ring_of(each, group, cluster)
-                left += count * _node_nbytes(each, ring)
+                left += count * _node_nbytes(each, ring_of(each, groups[unit], cluster))
     return Traffic(dict(total), left)
 
 

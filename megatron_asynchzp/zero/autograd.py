@@ -276,6 +276,7 @@ class HZPRuntime(StepScheduler):
         if torch.is_grad_enabled():
             self.state = StepState.COLLECTING
         for unit in units:
+            unit.refuse_other_grid()
             if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
                 if calls > 1:

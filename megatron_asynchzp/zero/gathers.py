@@ -176,7 +176,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 "gather",
                 unit.name,
                 unit.groups.unshard,
-                lambda: unit.gather_steps(place.storage),
+                lambda: unit.gather_for_layers_steps(place.storage),
                 # The last write, and the last readers.
                 ready=(self._shards_written.pop("gather", None), *place.ready),
                 after=(self._syncs.get(unit),),

@@ -5,7 +5,7 @@ persistent buffers of their states.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_asynchzp.comm.codes import CodedGather, TensorGrid
 from megatron_asynchzp.comm.collectives import (
     AxisGroup,
     Steps,
@@ -26,6 +27,7 @@ from megatron_asynchzp.comm.collectives import (
     rounded_reduce_scatter_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.in_flight import (
@@ -79,6 +81,7 @@ class HZPUnit:
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
     marks: what changed since when.
+    coded: how the parameters travel to layers that compute in FP8, see `send_in_codes`.
     is_watched: whether each sending is noted, see `note_sent`, and not only those before an update.
     """
 
@@ -110,6 +113,7 @@ class HZPUnit:
         self.size_key += f" of {groups.topology.world_size}"
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.overwrites_main_grads: bool | None = None
+        self.coded: CodedGather | None = None
         self._full_param: torch.Tensor | None = None
         self._kinds = [type(param) for param in self.params]
         self._guarded_kinds: list[type] | None = None
@@ -233,6 +237,34 @@ class HZPUnit:
     def gather_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
         return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
+
+    def gather_for_layers_steps(self, full: torch.Tensor) -> Steps:
+        """gather_steps, by which layers that compute in FP8 get what they would make of it."""
+        if self.coded is None:
+            return self.gather_steps(full)
+        shard = self.model_param
+        place = shard.range.start // shard.range.numel
+        return self.coded.steps(shard.storage, place, full, self.groups.unshard)
+
+    def send_in_codes(
+        self, names: Collection[str], grid: TensorGrid, is_computing: Callable[[], bool]
+    ) -> None:
+        """From here on let the parameters `names`, which layers read in FP8 on `grid` alone, travel
+        to them as codes, where less travels then. is_computing: see CodedGather."""
+        if self.dtype != torch.bfloat16 or self.is_always_unsharded:
+            return
+        numbers = [index for index, name in enumerate(self.param_names) if name in names]
+        shards = self.groups.topology.sizes.param
+        coded = CodedGather(self.layout, shards, numbers, grid, is_computing)
+        self.coded = coded if coded.is_shorter else None
+
+    def refuse_other_grid(self) -> None:
+        """Raise ConfigurationError where layers are called that would read codes as weights."""
+        if self.coded is not None and not self.coded.is_computing():
+            raise ConfigurationError(
+                f"{self.name} is called outside FP8, and its weights were gathered in FP8; drop "
+                "--fp8-param-gather"
+            )
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The place of each parameter in `full` (1-D, padded_numel, any dtype), in its shape."""

@@ -111,6 +111,28 @@ def equal(ours: Steps, stock: Steps) -> bool:
     )
 
 
+CODES = ["--fp8-param-gather"]
+
+
+def train_in_codes(line: Sequence[str]) -> list[Run]:
+    """As train_beside, and ours gathers in FP8."""
+    from scripts.testbed.device import inside
+
+    found = [train(line)]
+    for law, sizes in OURS:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        found.append(train([*line, *CODES, *size_flags(sizes)]))
+    return found
+
+
+def test_gathers_in_fp8_leave_every_bit_as_it_is(te_worlds: DeviceWorlds):
+    line = [*BASE, *RECIPES["tensorwise"]]
+    stock, *ours = te_worlds.run(train_in_codes, 2, line, timeout_s=590)[0]
+    for run in ours:
+        assert equal(run.steps, stock.steps)
+        assert run.copies == 0 and "gathered as codes" in run.log
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_losses_are_those_of_stock_ddp_bit_for_bit_under_every_law_of_delay(
     te_worlds: DeviceWorlds, recipe: str
@@ -135,6 +157,10 @@ VARIANTS = {
     "first and last layers in bf16": (2, "tensorwise", [
         "--num-layers", "4", "--first-last-layers-bf16"]),
     "grouped experts": (2, "blockwise", [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2"]),
+    # Unclipped: see "tensorwise of fp32".
+    "grouped experts, tensorwise": (2, "tensorwise", [
+        *GROUPED_EXPERTS, "--mtp-num-layers", "1", "--position-embedding-type", "rope",
+        "--clip-grad", "0"]),
     "grouped experts, delayed": (2, "delayed", GROUPED_EXPERTS),
     "recomputation": (2, "tensorwise", FULL_RECOMPUTE),
     "recomputation, delayed": (2, "delayed", FULL_RECOMPUTE),
@@ -151,13 +177,14 @@ def train_two(line: Sequence[str], ours: Sequence[str]) -> list[Run]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name: str):
+    """Ours gathers in FP8 where that changes no bit."""
     ranks, recipe, more = VARIANTS[name]
     line = [*BASE, *RECIPES[recipe], *more]
+    codes = CODES if recipe == "tensorwise" else []
     sizes = (1, 1, 1) if "pipeline" in name else (2, 2, 2)
     env = env_of(recipe) | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ranks == 4 else {})
-    stock, ours = te_worlds.run(train_two, ranks, line, size_flags(sizes), timeout_s=590, env=env)[
-        0
-    ]
+    flags = [*codes, *size_flags(sizes)]
+    stock, ours = te_worlds.run(train_two, ranks, line, flags, timeout_s=590, env=env)[0]
     assert stock.fp8 and ours.fp8
     assert len({loss for loss, _ in stock.steps}) == 4
     for (loss, norm), (stocks, stocks_norm) in zip(ours.steps, stock.steps, strict=True):

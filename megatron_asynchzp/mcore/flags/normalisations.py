@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Megatron arguments to which `--use-asynchzp` gives one fixed value."""
 
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -20,6 +21,14 @@ def can_fuse_grads() -> bool:
     from megatron.core.utils import is_te_min_version
 
     return is_te_min_version("2.15.0")
+
+
+def can_send_codes(args: Namespace) -> bool:
+    """Whether gathers in FP8 leave every bit as it is: each weight has one scale, which follows
+    from it (tensorwise), and backward computes with the same codes as forward."""
+    if not (args.fp8 and args.bf16 and args.fp8_recipe == "tensorwise"):
+        return False
+    return args.te_precision_config_file is None and not os.getenv("NVTE_BACKWARD_OVERRIDE")
 
 
 # A step that no run reaches. To Megatron no --eval-interval means "never", but it divides by it.
@@ -120,6 +129,12 @@ NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 def normalize_args(args: Namespace) -> list[str]:
     """Give each argument of NORMALISATIONS its value; return one line for each that changed."""
     lines = []
+    if args.fp8_param_gather and can_send_codes(args):
+        args.fp8_param_gather, args.asynchzp_sends_codes = False, True
+        lines.append(
+            "weights of FP8 layers are gathered as codes, 1 byte each, with the same bits; shards "
+            "and their exchange once per step stay in bf16 (--fp8-param-gather)"
+        )
     for rule in NORMALISATIONS:
         if _breaks(args, rule):
             setattr(args, rule.name, rule.value)

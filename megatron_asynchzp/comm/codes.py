@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the form in which weights travel to layers that compute with them in FP8: a byte each, on
+the grid of those layers, so that nothing is lost.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.collectives import (
+    AxisGroup,
+    Steps,
+    all_gather_steps,
+    all_reduce_steps,
+    and_then,
+    completed,
+)
+from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, FlatLayout, round_up
+from megatron_asynchzp.sharding.topology import Range
+
+CODE = torch.float8_e4m3fn
+_TOP = torch.finfo(CODE).max
+_FP32_MAX = torch.finfo(torch.float32).max
+_MOST_AT_ONCE = 2**20  # elements that are fp32 for a moment
+
+
+@dataclass(frozen=True)
+class TensorGrid:
+    """One scale for each weight, from its largest magnitude (Transformer Engine's
+    Float8CurrentScaling).
+
+    is_power: whether scales are powers of two.
+    epsilon: what the largest magnitude counts as at least.
+    """
+
+    is_power: bool = False
+    epsilon: float = 0.0
+
+    def scales(self, amax: torch.Tensor) -> torch.Tensor:
+        """What weights of the largest magnitudes `amax` (fp32) are multiplied with, as the layers
+        have it (recipe_common.cuh, compute_scale_from_amax) where they are finite and not all zero.
+        An infinite one gives 0, and its weight becomes 0 / 0."""
+        raised = amax.clamp_min(self.epsilon)
+        scale = (torch.full_like(raised, _TOP) / raised).clamp_max(_FP32_MAX)
+        if self.is_power:  # the mantissa's bits are cleared
+            scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+        return scale
+
+
+class CodedGather:
+    """Gathers bf16 weights as FP8 codes (E4M3) into the place that they get in bf16.
+
+        shard of a rank      | weight      | norm | weight    |       bf16
+        its message          | codes              | codes     | norm |   1 byte each, then the rest
+
+    The layers quantise what arrives. A weight that was on their grid already, by the same scale,
+    stays as it is: codes, then products, have the bits of a gather in bf16 (a test compares them
+    over all codes). The largest magnitude of each weight is agreed upon first. A weight with a
+    value that is not finite arrives as NaN.
+
+    layout: of the unit; num_shards: over which it is gathered; coded: numbers of the parameters
+    that travel as codes, which layers must read in FP8 alone.
+    is_computing: whether the layers, called now, would compute on that grid.
+    message_nbytes: of one rank.
+
+    Takes no memory but a few MiB: messages arrive in the last bytes of the place, and each is read
+    before its bytes are written.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        num_shards: int,
+        coded: Collection[int],
+        grid: TensorGrid,
+        is_computing: Callable[[], bool],
+    ):
+        self._grid, self.is_computing = grid, is_computing
+        self._numel = numel = layout.padded_numel // num_shards
+        self._num_coded = len(coded)
+        number = {index: place for place, index in enumerate(sorted(coded))}
+        self._coded: list[list[tuple[int, slice]]] = []
+        self._plain: list[list[slice]] = []
+        for start in range(0, layout.padded_numel, numel):
+            shard = Range(start, start + numel)
+            held = [
+                (index, slice(piece.start - start, piece.stop - start))
+                for index, piece in enumerate(layout.fragments(shard))
+                if piece.numel
+            ]
+            self._coded.append([(number[i], part) for i, part in held if i in number])
+            self._plain.append([part for i, part in held if i not in number])
+        most_plain = max(sum(part.stop - part.start for part in one) for one in self._plain)
+        self.message_nbytes = numel + 2 * round_up(most_plain, PARAM_ALIGNMENT_NUMEL)
+
+    @property
+    def is_shorter(self) -> bool:
+        """Whether less travels than in bf16."""
+        return self.message_nbytes < 2 * self._numel
+
+    def steps(
+        self, shard: torch.Tensor, place: int, full: torch.Tensor, axes: Sequence[AxisGroup]
+    ) -> Steps:
+        """As all_gather_steps.
+
+        shard: this rank's, 1-D, bf16; place: its number in `full`, where all of it arrives, 1-D,
+        bf16, apart from `shard`.
+        """
+        amax = self._magnitudes(shard, place)
+        yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))
+        scales = self._grid.scales(amax)
+        wire = full.view(torch.uint8)[-self.message_nbytes * len(self._coded) :]
+        own = wire[place * self.message_nbytes :][: self.message_nbytes]
+        self._encode(shard, place, scales, own)
+        last = yield from all_gather_steps(own, wire, axes)
+        return and_then(last, partial(self._decode, wire, 1 / scales, full))
+
+    def _magnitudes(self, shard: torch.Tensor, place: int) -> torch.Tensor:
+        """The largest of what this rank holds of each coded weight, fp32; infinite for NaN, which
+        not every maximum of two numbers keeps."""
+        amax = torch.zeros(self._num_coded, dtype=torch.float32, device=shard.device)
+        for index, part in self._coded[place]:
+            amax[index] = torch.linalg.vector_norm(shard[part], torch.inf)
+        return amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+    def _encode(
+        self, shard: torch.Tensor, place: int, scales: torch.Tensor, message: torch.Tensor
+    ) -> None:
+        codes = message[: self._numel].view(CODE)
+        for index, part in self._coded[place]:
+            for some in _pieces(part):
+                # By a tensor of one dimension: torch would round one of none to bf16.
+                codes[some].copy_(shard[some] * scales[index : index + 1])
+        rest = message[self._numel :].view(shard.dtype)
+        for source, target in _beside(self._plain[place]):
+            rest[target].copy_(shard[source])
+
+    def _decode(self, wire: torch.Tensor, inverses: torch.Tensor, full: torch.Tensor) -> None:
+        messages = wire.view(len(self._coded), self.message_nbytes)
+        for place, message in enumerate(messages):
+            target = full[place * self._numel :][: self._numel]
+            if target.data_ptr() + target.nbytes > message.data_ptr():
+                message = message.clone()
+            codes = message[: self._numel].view(CODE)
+            for index, part in self._coded[place]:
+                values = target[part].copy_(codes[part])
+                torch.mul(values, inverses[index : index + 1], out=values)
+            rest = message[self._numel :].view(full.dtype)
+            for back, source in _beside(self._plain[place]):
+                target[back].copy_(rest[source])
+
+
+def _pieces(part: slice) -> list[slice]:
+    starts = range(part.start, part.stop, _MOST_AT_ONCE)
+    return [slice(start, min(start + _MOST_AT_ONCE, part.stop)) for start in starts]
+
+
+def _beside(parts: Sequence[slice]) -> list[tuple[slice, slice]]:
+    """Each part, and where it lies when they lie one after the other."""
+    offset, found = 0, list[tuple[slice, slice]]()
+    for part in parts:
+        length = part.stop - part.start
+        found.append((part, slice(offset, offset + length)))
+        offset += length
+    return found
