@@ -124,7 +124,7 @@ class CodedGather:
         not every maximum of two numbers keeps."""
         amax = torch.zeros(self._num_coded, dtype=torch.float32, device=shard.device)
         for index, part in self._coded[place]:
-            amax[index] = torch.linalg.vector_norm(shard[part], torch.inf)
+            amax[index] = torch.linalg.vector_norm(shard[part], torch.inf)  # pyright: ignore[reportUnknownMemberType]
         return amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
     def _encode(

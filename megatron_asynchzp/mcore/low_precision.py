@@ -99,11 +99,11 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
         return recipe.float8_current_scaling() and grid_of(recipe) == grid
 
     grid = grid_of(get_fp8_recipe(config))
+    layers: list[Any] = [one for one in module.modules() if isinstance(one, BaseTransformerLayer)]
     weights = {
         param
-        for layer in module.modules()
-        if isinstance(layer, BaseTransformerLayer)
-        and not is_first_last_bf16_layer(config, layer.layer_number - 1)
+        for layer in layers
+        if not is_first_last_bf16_layer(config, layer.layer_number - 1)
         for one in _quantising(layer, config)
         for param in one.parameters(recurse=False)
         if param.dim() == 2

@@ -24,9 +24,9 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2145, "commands": 2415,
-    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 8943,
-    "planner": 3815, "sharding": 1775, "zero": 4266, "beside the rooms": 1000,
+    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2315, "commands": 2415,
+    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 9020,
+    "planner": 3840, "sharding": 1775, "zero": 4301, "beside the rooms": 1010,
 }
 # Within the library.
 LIBRARY = {

@@ -135,7 +135,7 @@ def held_sizes(args: Namespace, group_size: int) -> ShardSizes:
         tensor = args.tensor_model_parallel_size
         shards = max(1, (args.tensor_parallel_num_weight_shards or 1) // tensor)
         sizes = {"param": shards, "grad": shards, "optim": max(optim, shards)}
-    return ShardSizes(**sizes)
+    return ShardSizes(sizes["param"], sizes["grad"], sizes["optim"])
 
 
 def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:
