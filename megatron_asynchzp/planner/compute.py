@@ -4,13 +4,35 @@
 meanwhile, and how long a stage takes to hand a micro-batch on.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import Recompute
-from megatron_asynchzp.planner.cluster import Cluster, Ring
+from megatron_asynchzp.planner.cluster import Cluster, Cost, Ring
 from megatron_asynchzp.planner.model import Batch, Model, Parallel, Unit
+from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
+
+_COMPUTED_AGAIN = ("layer", "experts", "adapters", "mtp")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of model parallelism, or several: for how many seconds computation waits for it,
+    and `link` is busy."""
+
+    what: str
+    link: str
+    waited_s: float
+    busy_s: float
+
+    @classmethod
+    def of(cls, what: str, ring: Ring, cost: Cost, times: int = 1) -> "Sent":
+        """`times` in a row, none beside computation."""
+        link = BETWEEN if ring.crosses_nodes else INSIDE
+        return cls(what, link, times * cost.alone_s, times * cost.busy_s)
 
 
 @dataclass(frozen=True)
@@ -29,8 +51,8 @@ class ComputeTimes:
         cluster, recompute = self.cluster, self.recompute
         launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
         forward_s = (self._busy_s(unit, unit.flops) + launch_s) * cluster.slowest
-        sent_s, again = self._model_parallel_s(unit), 0.0
-        if unit.kind in ("layer", "experts", "adapters", "mtp"):
+        sent_s, again = sum(one.waited_s for one in self.sent_of(unit)), 0.0
+        if unit.kind in _COMPUTED_AGAIN:
             if recompute.granularity == "full":
                 again = self._share_computed_again * (forward_s + sent_s)
             elif recompute.has("core_attn"):
@@ -74,25 +96,42 @@ class ComputeTimes:
         pairs = shapes.mixer_flops(*args, twice) - shapes.mixer_flops(*args, once)
         return pairs * batch.size / 2
 
-    def _model_parallel_s(self, unit: Unit) -> float:
-        """Seconds that tensor, context and expert parallelism add to a forward of `unit`, and to
-        its backward as well; overlap is assumed for context parallelism alone."""
+    def sent_of(self, unit: Unit) -> list[Sent]:
+        """What tensor, context and expert parallelism send in a forward of `unit`, and in its
+        backward as well; overlap is assumed for context parallelism alone."""
         model, cluster = self.model, self.cluster
         parallel, layer = self.parallel, unit.source
         hidden_nbytes = self.batch.tokens / parallel.cp * model.hidden * model.itemsize
-        per_node, sent = cluster.ranks_per_node, 0.0
+        per_node = cluster.ranks_per_node
+        found: list[Sent] = []
         if layer is not None and unit.kind == "experts" and isinstance(layer.mlp, shapes.Experts):
             ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
-            tokens = layer.mlp.topk * hidden_nbytes / parallel.tp
-            return 2 * ring.exchange(tokens, cluster).alone_s
-        if unit.kind in ("layer", "mtp") and layer is not None:
+            cost = ring.exchange(layer.mlp.topk * hidden_nbytes / parallel.tp, cluster)
+            found.append(Sent.of("the experts' all-to-all", ring, cost, 2))
+        elif unit.kind in ("layer", "mtp") and layer is not None:
             parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
             ring = Ring.of_axis(parallel.tp, 1, per_node)
-            sent += 2 * parts * ring.turn(hidden_nbytes, cluster).alone_s
+            cost = ring.turn(hidden_nbytes, cluster)
+            found.append(Sent.of("tensor-parallel collectives", ring, cost, 2 * parts))
             ring = Ring.of_axis(parallel.cp, parallel.tp, per_node)
-            keys_s = ring.turn(self._key_value_nbytes(layer), cluster).alone_s
-            sent += max(0.0, keys_s - self._busy_s(unit, unit.flops))
-        return sent
+            cost = ring.turn(self._key_value_nbytes(layer), cluster)
+            keys = Sent.of("context-parallel keys and values", ring, cost)
+            hidden_s = self._busy_s(unit, unit.flops)
+            found.append(replace(keys, waited_s=max(0.0, keys.waited_s - hidden_s)))
+        return found
+
+    def sent_in(self, units: Iterable[Unit]) -> dict[tuple[str, str], tuple[float, float]]:
+        """By name and link, for how long a micro-batch in `units` waits for it, forward and
+        backward, and for how long the link is busy, in seconds."""
+        total = defaultdict[tuple[str, str], tuple[float, float]](lambda: (0.0, 0.0))
+        for unit in units:
+            is_again = self.recompute.granularity == "full" and unit.kind in _COMPUTED_AGAIN
+            passes = 2 + is_again * self._share_computed_again
+            for one in self.sent_of(unit):
+                waited, busy = total[one.what, one.link]
+                more = passes * one.waited_s, passes * one.busy_s
+                total[one.what, one.link] = waited + more[0], busy + more[1]
+        return dict(total)
 
     def _key_value_nbytes(self, layer: shapes.Layer) -> float:
         """Of a whole sequence, on a tensor-parallel rank."""

@@ -8,28 +8,39 @@ from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome, Space, scheme_sizes
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 
+_NAMED, _MUCH = 0.005, 0.1  # of a step: what is named, and what can limit it
 _BUSY = 0.9  # of a step: a link that is busy for longer limits it
 
 
 def limit(best: Candidate) -> str:
     """What a faster cluster would have to be better at."""
-    step, step_s = best.step, best.step_s
+    step, step_s, costing = best.step, best.step_s, best.costing
     assert step is not None
     times = step.worst
-    shares = {link: times.links_s.get(link, 0.0) / step_s for link in (INSIDE, BETWEEN)}
-    computing, bubble = times.compute_s / step_s, times.bubble_s / step_s
+    units = costing.units[step.stages.index(times)]
+    count = costing.plan.batch.num_micro_batches
+    links = {link: times.links_s.get(link, 0.0) / step_s for link in (INSIDE, BETWEEN)}
+    sent: dict[str, float] = {}
+    for (what, link), (waited_s, busy_s) in costing.compute.sent_in(units).items():
+        links[link] += count * busy_s / step_s
+        sent[what] = sent.get(what, 0.0) + count * waited_s / step_s
+    exposed, bubble = times.exposed_s / step_s, times.bubble_s / step_s
+    computing = times.compute_s / step_s - sum(sent.values())
+    named = [f"{what} {share:.0%}" for what, share in sent.items() if share >= _NAMED]
     parts = (
-        f"computing takes {computing:.0%} of the step, waiting for communication "
-        f"{times.exposed_s / step_s:.0%}, for other stages {bubble:.0%}; the links inside a node "
-        f"are busy for {shares[INSIDE]:.0%} of it, those between nodes for {shares[BETWEEN]:.0%}"
+        f"computing takes {computing:.0%} of the step, waiting for "
+        f"{', '.join([f'communication {exposed:.0%}', *named])}, for other stages {bubble:.0%}; "
+        f"the links inside a node are busy for {links[INSIDE]:.0%} of it, those between nodes for "
+        f"{links[BETWEEN]:.0%}"
     )
-    link = max(shares, key=lambda name: shares[name])
-    if times.exposed_s < 0.1 * step_s:
-        what = "the pipeline's bubble" if bubble > 0.2 else "computing"
-    elif shares[link] > _BUSY:
-        what = "the bandwidth between nodes" if link == BETWEEN else "the bandwidth inside nodes"
-    else:
-        what = "communication that nothing runs beside (the ends of a step, latencies)"
+    link = max(links, key=lambda name: links[name])
+    ours = "communication that nothing runs beside (the ends of a step, latencies)"
+    if links[link] > _BUSY:
+        ours = "the bandwidth between nodes" if link == BETWEEN else "the bandwidth inside nodes"
+    # In a pipeline some waiting for neighbours is the order of things.
+    waits_for = {**sent, ours: exposed, "the pipeline's bubble": bubble if bubble > 0.2 else 0.0}
+    what = max(waits_for, key=lambda name: waits_for[name])
+    what = what if waits_for[what] >= _MUCH else "computing"
     return f"limited by {what}: {parts}"
 
 

@@ -26,7 +26,7 @@ FLOORS = {
 BUDGETS = {
     "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2315, "commands": 2415,
     "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 9020,
-    "planner": 3840, "sharding": 1775, "zero": 4301, "beside the rooms": 1010,
+    "planner": 3889, "sharding": 1775, "zero": 4301, "beside the rooms": 1010,
 }
 # Within the library.
 LIBRARY = {

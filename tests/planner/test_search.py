@@ -3,6 +3,7 @@
 """What the search finds: hierarchy where it pays and what is plain where it does not."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +15,7 @@ from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
-from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC
 from megatron_asynchzp.planner.search import (
     Candidate,
@@ -53,6 +54,40 @@ def test_hierarchy_wins_between_slow_nodes_with_several_micro_batches():
     assert zero3 is not None and zero3.step_s > 1.2 * best.step_s
     assert "hierarchy pays here" in explain.hierarchy(outcome, best)
     assert "limited by" in explain.limit(best)
+
+
+@pytest.mark.parametrize(
+    "layer, parallel, what",
+    [
+        (replace(LAYER, mlp=Experts(64, 8, 2048, True)), Parallel(ep=16, pp=4),
+         "the experts' all-to-all"),
+        (LAYER, Parallel(tp=16, sequence_parallel=True), "tensor-parallel collectives"),
+        (replace(LAYER, mixer=Attention(32, 32, 128)), Parallel(cp=32),
+         "context-parallel keys and values"),
+        (LAYER, Parallel(), "computing"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full")])
+def test_what_model_parallelism_sends_is_named_and_keeps_links_busy(
+    layer, parallel, what, recompute
+):
+    """Shares of a step are all of it, and the links are those that carry it."""
+    cluster = slow(8, 5.0) if what != "computing" else load_cluster("h200").with_ranks(8)
+    batch = Batch(1, 4096 * parallel.cp, 8)
+    plan = Plan(ShardSizes(1, 1, 1), parallel, batch, recompute=recompute)
+    costing = Costing(replace(MODEL, layers=(layer,) * 8), plan, cluster)
+    step = costing.step()
+    text = explain.limit(Candidate(costing, step))
+    assert text.startswith(f"limited by {what}: ")
+    times = text.split(";")[0]
+    shares = [int(share) for share in re.findall(r"(\d+)%", times)]
+    assert sum(shares) == pytest.approx(100, abs=2), text
+    between = int(re.findall(r"(\d+)%", text)[-1])
+    assert (between > 30) == (what != "computing"), text
+    # The simulated times are what they were: computation with what is sent within.
+    sent = costing.compute.sent_in(costing.units[0])
+    whole = sum(map(sum, map(costing.compute.of_unit, costing.units[0])))
+    assert 0 <= sum(waited for waited, _ in sent.values()) < whole
 
 
 def test_plain_sharding_is_returned_where_hierarchy_gains_nothing():
