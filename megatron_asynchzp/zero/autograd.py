@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,13 +25,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.zero.calls import (
-    WrappedCalls,
-    attach_call_hooks,
-    called,
-    hooks_of_call,
-    wrap_calls,
-)
+from megatron_asynchzp.zero.calls import attach_call_hooks, called, hooks_of_call, wrap_calls
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
@@ -103,7 +98,7 @@ class HZPRuntime(StepScheduler):
         self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
-        self._handles: list[RemovableHandle | WrappedCalls] = []
+        self._handles: list[RemovableHandle | SimpleNamespace] = []
         self.is_rehearsing = False
         self._resting: list[HZPUnit] = []
         self._accumulators: list[Any] = []

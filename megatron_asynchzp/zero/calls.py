@@ -6,6 +6,7 @@ and is done.
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -110,46 +111,50 @@ def attach_call_hooks(
     ]
 
 
-def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> "WrappedCalls":
+def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> SimpleNamespace:
     """As attach_call_hooks, for a module whose class calls something else than its forward, which
-    no hook of torch hears of: a captured graph. Returns a handle."""
+    no hook of torch hears of: a captured graph. Returns a handle, as torch's for a hook."""
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
-    captured: set[torch.Size] = set()
+    captured: dict[str, str] = {}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A replay would copy another shape into the captured one, where it can be expanded to it.
-        inputs = (*args, *kwargs.values())
-        shape = next((one.shape for one in inputs if isinstance(one, torch.Tensor)), None)
         if runtime.is_rehearsing:
-            captured.update(() if shape is None else (shape,))
+            captured.update(_inputs_of(args, kwargs))
             return kind.__call__(self, *args, **kwargs)
-        if self.training and captured and shape not in captured:
-            raise ConfigurationError(_other_shape(units, shape, next(iter(captured))))
+        if self.training and captured:
+            _refuse_other_inputs(units[0].name, _inputs_of(args, kwargs), captured)
         return called(module, partial(kind.__call__, self), before, after, args, kwargs)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), names)
-    return WrappedCalls(module, kind)
+    return SimpleNamespace(remove=partial(setattr, module, "__class__", kind))
 
 
-def _other_shape(units: list[HZPUnit], shape: torch.Size | None, captured: torch.Size) -> str:
-    return (
-        f"{units[0].name} is called with a tensor of {[*(shape or ())]}, and its CUDA graph was "
-        f"captured with {[*captured]}: keep the micro-batch size and the sequence length, or drop "
-        "--cuda-graph-impl"
-    )
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a graph is captured for of each tensor that its layer is called with. The first one may
+    come with a name or without."""
+    found = [*tensors_within(args, "its inputs")]
+    found += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
+    return {
+        name if index else "its first tensor": f"{one.dtype} {[*one.shape]}"
+        + " that needs a gradient" * one.requires_grad
+        for index, (name, one) in enumerate(found)
+    }
 
 
-class WrappedCalls:
-    """A handle, as torch's for a hook. kind: the class that `module` had."""
-
-    def __init__(self, module: nn.Module, kind: type[nn.Module]):
-        self._module, self._kind = module, kind
-
-    def remove(self) -> None:
-        """Let the calls of the module be as they were."""
-        self._module.__class__ = self._kind
+def _refuse_other_inputs(unit: str, inputs: dict[str, str], captured: dict[str, str]) -> None:
+    """Raise ConfigurationError where `inputs` are not those of the graph: a replay would expand and
+    cast them, stop their gradients, or leave them out. Where it has one, its part of the layer
+    takes no other."""
+    for name, one in inputs.items():
+        known = captured.get(name, "none" if len(captured) > 1 else one)
+        if not known.startswith(one):
+            raise ConfigurationError(
+                f"{unit} is called with {name} of {one}, and its CUDA graph was captured with "
+                f"{known}: keep the micro-batch size, the sequence length and what layers are "
+                "called with, or drop --cuda-graph-impl"
+            )
 
 
 def called(

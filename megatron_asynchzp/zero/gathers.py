@@ -258,9 +258,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     @contextmanager
     def rehearsing(self) -> Generator[None]:
-        """Around the capture of CUDA graphs, while the device does nothing else: units with a seat
-        have zeros there for parameters, and what the graphs keep of it counts as theirs."""
-        self.drop_spares()
+        """Around the capture of CUDA graphs, while nothing is gathered and the device does nothing
+        else: units with a seat have zeros there for parameters, and what the graphs keep of it
+        counts as theirs."""
         places: list[Place] = []
         for unit, seat in self.seats.items():
             place = self.arena.place_at(seat, unit.size_key, unit.layout.padded_numel, unit.dtype)

@@ -7,6 +7,9 @@ CUDA (Programming Guide, "CUDA Graphs"; Runtime API, "Graph Management") or of t
 import ctypes
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -14,12 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp import ShardSizes, shard
+from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.topology import ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.plan import plan_units
+from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from tests.device.programs import device_of_rank, new_adamw, new_toy
 from tests.device.test_watch import new, now, on_side
-from tests.support.toy_models import toy_batch
+from tests.support.toy_models import toy_batch, toy_loss
 
 Body = Callable[[], object]
 
@@ -395,6 +403,89 @@ def read_what_a_graph_has_freed() -> bool:
 
 def test_what_a_graph_gives_back_within_is_poison_after_a_replay(worlds: DeviceWorlds):
     assert worlds.run(read_what_a_graph_has_freed, 1) == [True]
+
+
+def drop_another_graph_in_a_capture() -> bool:
+    """Whether a graph can be replayed when what was freed in its capture is given back."""
+    others, value = [new()], new()
+    earlier = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(earlier):
+        others.append(others[0] * 2)
+    outputs: list[torch.Tensor] = []
+
+    def body() -> None:
+        outputs.append(value * 2)
+        others.clear()
+
+    earlier.reset()
+    graph = captured(body)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    graph.replay()
+    return outputs[0].sum().item() == 2000
+
+
+def test_what_a_capture_frees_of_another_graph_is_no_part_of_it(worlds: DeviceWorlds):
+    assert worlds.run(drop_another_graph_in_a_capture, 1) == [True]
+
+
+# ---- in the engine
+
+
+def train_with_seats(is_graphed: bool) -> list[float]:
+    """Losses of the engine with units that have seats. With graphs: after a step, whose loss keeps
+    the graph of autograd, it rehearses on a stream that waits for nothing, captures the blocks, and
+    computes once more."""
+    model = new_toy()
+    sizes, plans = ShardSizes(2, 2, 2), plan_units(model, [*model.blocks])
+    topology = ShardTopology(2, dist.get_rank(), sizes)
+    groups = ShardGroups.create(topology, dist.group.WORLD, timedelta(seconds=60))
+    plans = [replace(plan, is_seated=plan.layer.startswith("blocks")) for plan in plans]
+    config = ScheduleConfig("main-thread")
+    runtime = HZPRuntime(model, plans, {"dense": groups}, config, grad_scale=0.5)
+    owned = [param for unit in runtime.units for param in owned_params(unit)]
+    optimizer = torch.optim.AdamW(owned, lr=1e-2)
+    samples = [torch.randn(4, 8, 16, device=device_of_rank(), requires_grad=True) for _ in range(3)]
+    losses: list[torch.Tensor] = []
+    for step in range(4):
+        if is_graphed and step == 1:
+            side = torch.cuda.Stream()
+            with runtime.rehearsing():
+                with torch.cuda.stream(side):
+                    model.blocks[0](samples[0])
+                torch.cuda.current_stream().wait_stream(side)
+                blocks = tuple(model.blocks)
+                torch.cuda.make_graphed_callables(blocks, tuple((one,) for one in samples))
+                model.blocks[1](samples[1])
+        runtime.zero_grads()
+        for index in range(2):
+            with runtime.no_sync() if index == 0 else nullcontext():
+                losses.append(
+                    toy_loss(model, toy_batch(step, index, dist.get_rank()).to(device_of_rank()))
+                )
+                losses[-1].backward()
+        runtime.sync_grads()
+        optimizer.step()
+        runtime.sync_params()
+    runtime.detach()
+    return [loss.item() for loss in losses]
+
+
+def seats_under_laws(laws: list[Delays]) -> list[list[float]]:
+    from scripts.testbed.device import inside
+
+    found = [train_with_seats(False)]
+    for law in laws:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        found.append(train_with_seats(True))
+    return found
+
+
+def test_units_with_seats_are_captured_between_two_steps(worlds: DeviceWorlds):
+    laws = [Delays(law, seed) for seed, law in enumerate(LAWS)]
+    for eager, *graphed in worlds.run(seats_under_laws, 2, laws, timeout_s=120):
+        assert len(set(eager)) == 8
+        assert graphed == [eager] * len(laws)
 
 
 # ---- around units of shard()

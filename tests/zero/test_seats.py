@@ -126,25 +126,64 @@ def test_the_states_of_units_with_a_seat_stay_where_a_graph_reads_them():
         done.scheduler.between_steps("sleep()")
 
 
-def test_another_shape_than_was_captured_is_refused_in_one_line():
-    module, runtime, unit = nn.Linear(8, 8), mock.Mock(is_rehearsing=True), mock.Mock()
+class Layer(nn.Linear):
+    """Called as a layer of Megatron is."""
+
+    def forward(self, x: torch.Tensor, mask: Any = None, rotary: Any = None, context: Any = None):
+        return super().forward(x)
+
+
+def captured_layer(*args: Any, **kwargs: Any) -> tuple[nn.Module, mock.Mock]:
+    """A layer whose graph was captured in a call with these inputs, and the engine."""
+    module, runtime, unit = Layer(8, 8), mock.Mock(is_rehearsing=True), mock.Mock()
     unit.name = "layers.0"
     handle = wrap_calls(module, [unit], runtime)
-    module(torch.zeros(4, 2, 8))
+    module(*args, **kwargs)
     runtime.is_rehearsing = False
     assert runtime.mock_calls == []
-    module(input=torch.zeros(4, 2, 8))
+    runtime.handle = handle
+    return module, runtime
+
+
+X, MASK, ROTARY = torch.zeros(4, 2, 8), torch.zeros(2, 1, 4, 4, dtype=torch.bool), torch.zeros(4, 8)
+
+
+def test_what_was_captured_is_called_by_position_or_by_name_and_with_less():
+    module, runtime = captured_layer(X, mask=MASK, rotary=(ROTARY, ROTARY))
+    module(x=X, mask=MASK, rotary=(ROTARY, ROTARY), context=None)
     assert [call[0] for call in runtime.mock_calls] == ["before_forward", "after_forward"]
-    others: list[Any] = [torch.zeros(4, 1, 8), torch.zeros(5, 2, 8), torch.zeros(8)]
-    for other in others:
-        with pytest.raises(
-            ConfigurationError, match=r"^layers\.0 .* captured with \[4, 2, 8\]: .*$"
-        ):
-            module(other)
-        module.eval()(other)  # without a graph
-        module.train()
-    handle.remove()
-    assert type(module) is nn.Linear
+    module(X, mask=None, rotary=(ROTARY, ROTARY))  # Megatron makes a mask of zeros
+    runtime.handle.remove()
+    assert type(module) is Layer
+    part, _ = captured_layer(X)  # of a layer whose attention is in no graph
+    part(x=X, mask=MASK)
+
+
+_SHAPE = r"its first tensor of torch.float32 .*\[4, 2, 8\]"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"x": torch.zeros(4, 1, 8)}, _SHAPE),
+        ({"x": torch.zeros(5, 2, 8)}, _SHAPE),
+        ({"x": torch.zeros(8)}, _SHAPE),
+        ({"x": X.double()}, r"its first tensor of torch.float64 .* with torch.float32"),
+        ({"x": X.clone().requires_grad_()}, r"its first .* that needs a gradient"),
+        ({"mask": MASK[:1]}, r"mask of torch.bool \[1, .* with torch.bool \[2, 1, 4, 4\]"),
+        ({"mask": MASK.float()}, "mask of torch.float32 .* with torch.bool"),
+        ({"rotary": ROTARY}, r"rotary of .* with none"),
+        ({"rotary": (ROTARY, ROTARY[:1])}, r"rotary\[1\] of .*\[1, 8\], .* \[4, 8\]"),
+        ({"context": X}, r"context of .* with none"),
+    ],
+)
+def test_other_inputs_than_were_captured_are_refused_in_one_line(inputs, said):
+    module, _ = captured_layer(X, mask=MASK, rotary=(ROTARY, ROTARY))
+    called = {"x": X, "mask": MASK, "rotary": (ROTARY, ROTARY), **inputs}
+    with pytest.raises(ConfigurationError, match=rf"^layers\.0 is called with {said}.*: keep .*$"):
+        module(**called)
+    called["x"] = called["x"].float()
+    module.eval()(**called)  # without a graph
 
 
 class OnPaper(ParamsInFlight[str, int, None]):

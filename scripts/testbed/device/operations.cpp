@@ -267,9 +267,12 @@ void follow_allocator() {
   auto note = [is_late](const TraceEntry& entry) {
     auto start = reinterpret_cast<void*>(entry.addr_);
     // Memory of a graph belongs to it while it may be launched: what is freed outside of a capture
-    // is free for later captures alone.
-    const bool is_of_graph = entry.mempool_ != c10::MempoolId_t{0, 0};
-    if (is_of_graph && !asynchzp_device_is_captured(entry.stream_)) return;
+    // is free for later captures alone. What a capture frees of another pool is no part of it.
+    static std::pair<unsigned long long, c10::MempoolId_t> capturing;  // each has one pool
+    const auto pool = entry.mempool_;
+    const auto capture = asynchzp_device_capture(entry.stream_);
+    if (capture && entry.action_ == TraceEntry::ALLOC) capturing = {capture, pool};
+    if (capture ? capturing != std::pair{capture, pool} : pool != c10::MempoolId_t{0, 0}) return;
     void* stream = entry.stream_;
     const size_t size = entry.size_;
     if (entry.action_ == TraceEntry::FREE_COMPLETED && !is_late)

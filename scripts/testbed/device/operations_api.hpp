@@ -21,5 +21,5 @@ __attribute__((weak)) int PyGILState_Check();
 void asynchzp_device_synchronize(void* stream);
 void asynchzp_device_freed(void* start, size_t size, void* stream);
 void asynchzp_device_poison(void* start, size_t size, void* stream);
-bool asynchzp_device_is_captured(void* stream);
+unsigned long long asynchzp_device_capture(void* stream);
 }

@@ -349,8 +349,9 @@ EXPORT void asynchzp_device_synchronize(void* stream) {
   cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
 }
 
-EXPORT bool asynchzp_device_is_captured(void* stream) {
-  return captures::of(stream_of(stream)) != 0;
+// The number of the capture that the stream is in, 0 without one.
+EXPORT unsigned long long asynchzp_device_capture(void* stream) {
+  return captures::of(stream_of(stream));
 }
 
 // ---- the clock and the delays of tests
