@@ -173,3 +173,19 @@ def test_a_picture_is_written_or_one_line_has_the_remedy(tmp_path, capsys):
         assert plot_timeline.main([trace, "--output", str(output)]) == 2
         printed = capsys.readouterr().err
         assert printed.count("\n") == 1 and remedy in printed
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_part_of_a_unit_is_named_and_shades_are_explained_where_there_are_any(
+    micro_batches, tmp_path
+):
+    spans = step_spans(micro_batches)
+    # The first layer waits in the middle for a unit within it, and computes on both sides.
+    spans = [span for span in spans if span.name != f"forward {LAYERS[0]}"]
+    for begin in (0.1, 0.19)[:micro_batches]:
+        spans.append(Span(COMPUTE, f"forward {LAYERS[0]}", begin, begin + 0.01))
+        spans.append(Span(COMPUTE, f"forward {LAYERS[0]}.down", begin + 0.0045, begin + 0.005))
+    figure = make_figure([read_trace(write(tmp_path / "t.json", spans))])
+    names = [text.get_text() for text in figure.axes[0].texts]
+    assert names.count("0") >= 3 * micro_batches  # forward twice, backward once
+    assert ("lighter" in figure.get_supxlabel()) == (micro_batches > 1)

@@ -7,6 +7,7 @@ that a rank needs for it, with the front of those that nothing beats in both.
 """
 
 from collections.abc import Iterable, Sequence
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,17 @@ def measured(comparison: Comparison) -> list[Row]:
 
 def draw(records: Iterable[dict], file: Path) -> None:
     """Write the picture as a PNG."""
+    figure_of(records).savefig(file, dpi=styles.DPI)
+
+
+def figure_of(records: Iterable[dict]) -> Any:
+    """A matplotlib figure."""
     from matplotlib.lines import Line2D
 
     found = on_networks(comparisons(records))
     figure = styles.new_figure(1.2 + 3.6 * len(found))
-    # One scale: a step or a peak has the same place in every panel.
-    panels = figure.subplots(len(found), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    # A peak has the same place in every panel; with one scale of time the faster ones were empty.
+    panels = figure.subplots(len(found), 1, squeeze=False, sharex=True)[:, 0]
     for comparison, axes in zip(found, panels, strict=True):
         _draw_study(comparison, axes)
     shown = [row for comparison in found for row in measured(comparison)]
@@ -66,7 +72,7 @@ def draw(records: Iterable[dict], file: Path) -> None:
     figure.draw_without_rendering()  # places the panels, which names need to be placed themselves
     for comparison, axes in zip(found, panels, strict=True):
         _name_points(axes, measured(comparison))
-    figure.savefig(file, dpi=styles.DPI)
+    return figure
 
 
 def _draw_study(comparison: Comparison, axes: Any) -> None:
@@ -105,8 +111,9 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
 # is there. A name that stands far off has a line to its point.
 _NEAR = ((6, 7, "left"), (8, 0, "left"), (-8, 0, "right"))
 _FAR = tuple(
-    (sign * (4 + abs(dy) // 6), dy, side)
+    (sign * (away + abs(dy) // 6), dy, side)
     for distance in range(12, 97, 12)
+    for away in (4, 30, 60)
     for dy in (distance, -distance)
     for sign, side in ((1, "left"), (-1, "right"))
 )
@@ -116,7 +123,8 @@ _LINE_FROM = 13  # points
 
 def _name_points(axes: Any, rows: Sequence[Row]) -> None:
     """Each point's name beside it and within the frame, where neither a name nor a point is in the
-    way."""
+    way, nor a line from a name that stands farther off."""
+    from matplotlib.path import Path as Line
     from matplotlib.patheffects import withStroke
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
@@ -126,7 +134,10 @@ def _name_points(axes: Any, rows: Sequence[Row]) -> None:
     points = [axes.transData.transform((peak_of(row), row.median_ms)) for row in rows]
     frame = axes.get_window_extent()
     taken: list[Any] = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+    lines: list[Any] = []
     for row in sorted(rows, key=peak_of):
+        x, y = axes.transData.transform((peak_of(row), row.median_ms))
+        others = [box for box in taken if hypot((box.x0 + box.x1) / 2 - x, box.y0 + 6 - y) > 14]
         for dx, dy, side in _PLACES:
             text = axes.annotate(
                 row.name.removeprefix("AsyncHZP ").removeprefix("threaded "),
@@ -140,15 +151,24 @@ def _name_points(axes: Any, rows: Sequence[Row]) -> None:
                 weight="bold" if row in best else "normal",
                 path_effects=halo,
                 arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.5}
-                if abs(dy) >= _LINE_FROM
+                if hypot(dx, dy) >= _LINE_FROM
                 else None,
             )
             text.get_window_extent()  # places it
             box = Text.get_window_extent(text)  # without the line
             is_inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
             is_inside = is_inside and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if is_inside and not any(box.overlaps(other) for other in taken):
-                break
+            is_free = not any(box.overlaps(other) for other in taken)
+            is_free = is_free and not any(other.intersects_bbox(box) for other in lines)
+            line = Line([(x, y), (box.x0 if side == "left" else box.x1, (box.y0 + box.y1) / 2)])
+            if hypot(dx, dy) < _LINE_FROM:
+                if is_inside and is_free:
+                    break
+            elif is_inside and is_free:
+                crossed = any(map(line.intersects_bbox, others))
+                if not crossed and not any(map(line.intersects_path, lines)):
+                    lines.append(line)
+                    break
             if (dx, dy, side) != _PLACES[-1]:
                 text.remove()
         taken.append(box)

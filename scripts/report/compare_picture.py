@@ -17,7 +17,9 @@ from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import write_picture
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
-_BARE = "step, pale: what the network adds, where a contender was measured without one too"
+_BARE = (
+    "step, pale: what the network adds; hatched: its part is not known (not measured without one)"
+)
 _WAITS = "*: the host waits for a side stream, which an accelerator would not"
 COLOURS = {OURS: styles.OURS, ND: styles.STOCK, SHARDED: styles.PEER}
 MEANING = {
@@ -34,7 +36,12 @@ def on_networks(found: list[Comparison]) -> list[Comparison]:
 
 
 def draw(records: Iterable[dict], file: Path) -> None:
-    """Write the picture as a PNG. Contenders without a measurement are named beside a study."""
+    """Write the picture as a PNG."""
+    figure_of(records).savefig(file, dpi=styles.DPI)
+
+
+def figure_of(records: Iterable[dict]) -> Any:
+    """A matplotlib figure. Contenders without a measurement are named beside a study."""
     from matplotlib.patches import Patch
 
     found = on_networks(comparisons(records))
@@ -58,7 +65,7 @@ def draw(records: Iterable[dict], file: Path) -> None:
     waits = any(row.host_waits for comparison in found for row in comparison.rows)
     bare = any(row.bare_ms is not None for comparison in found for row in comparison.rows)
     styles.add_caption(figure, SIZES_MEANING, *[_BARE] * bare, *[_WAITS] * waits)
-    figure.savefig(file, dpi=styles.DPI)
+    return figure
 
 
 def _draw_study(comparison: Comparison, axes: Any) -> None:
@@ -68,7 +75,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     times, traffic, memory = axes
     for place, row in zip(places, rows):
         colour = COLOURS[row.family]
-        _draw_step(times, place, row, colour)
+        _draw_step(times, place, row, colour, comparison.has_network)
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
         memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=_PALE)
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
@@ -99,14 +106,16 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         ax.tick_params(labelbottom=True)  # one scale, but a panel may be far from the last one
 
 
-def _draw_step(times: Any, place: int, row: Row, colour: str) -> None:
+def _draw_step(times: Any, place: int, row: Row, colour: str, has_network: bool) -> None:
     inside = {"va": "center", "fontsize": SMALL}
     if not row.is_timed:
         times.text(12, place, "wrong losses: no speed", color=RED, **inside)
         return
     low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
     dark_ms = min(row.median_ms, row.bare_ms or row.median_ms)
-    times.barh(place, dark_ms, color=colour, height=0.7)
+    is_unknown = has_network and row.bare_ms is None
+    hatch = {"hatch": "///", "edgecolor": "white", "linewidth": 0} if is_unknown else {}
+    times.barh(place, dark_ms, color=colour, height=0.7, **hatch)
     times.barh(
         place,
         row.median_ms - dark_ms,
@@ -118,7 +127,8 @@ def _draw_step(times: Any, place: int, row: Row, colour: str) -> None:
         error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
     )
     ink = INK if colour == styles.PEER else "white"
-    times.text(12, place, f"{row.median_ms:.0f}", color=ink, weight="bold", **inside)
+    plate = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
+    times.text(12, place, f"{row.median_ms:.0f}", color=ink, weight="bold", bbox=plate, **inside)
 
 
 if __name__ == "__main__":

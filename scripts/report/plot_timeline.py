@@ -38,7 +38,8 @@ LANES = {
 ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
 LIGHTER, RECOMPUTED = 0.35, 0.6  # shares of white: every other micro-batch, recomputations
 ROW_IN = 0.32
-_CAPTION = "number: the layer of a unit; lighter: every other micro-batch; dotted: the step's ends"
+_NUMBER, _LIGHTER_MEANS = "number: the layer of a unit", "lighter: every other micro-batch"
+_ENDS = "dotted: the step's ends"
 MARGIN = 0.01  # of the time axis, left free on both sides
 
 
@@ -56,7 +57,8 @@ def make_figure(traces: Sequence[Trace]):
         _Panel(axes, rows, trace).draw()
     panels[-1].set_xlabel("time (ms)", fontsize=styles.NORMAL)
     _add_legend(figure, traces, rows)
-    styles.add_caption(figure, _CAPTION)
+    has_several = any(each.batch for trace in traces for each in trace.computations)
+    styles.add_caption(figure, "; ".join([_NUMBER, *[_LIGHTER_MEANS] * has_several, _ENDS]))
     return figure
 
 
@@ -104,7 +106,7 @@ class _Panel:
             if self.trace.computes_itself(span):
                 for part in self._computing(span):
                     self._add_bar(part, row - 0.4, 0.8, facecolor=COLOURS[direction_of(span)])
-                self._name_longest(self.trace.own_parts(span), row, unit_of(span), "white")
+                self._name_each(self.trace.own_parts(span), row, unit_of(span), "white")
             else:
                 style = {"fill": False, "edgecolor": "#bbbbbb", "linewidth": 0.6}
                 self._add_bar(span, row - 0.46, 0.92, **style)
@@ -114,7 +116,7 @@ class _Panel:
             for part in parts:
                 self._add_bar(part, row - 0.4, 0.8, facecolor=_lighter(each.direction, light))
             ink = INK if each.is_recomputed else "white"
-            self._name_longest(parts, row, each.unit, ink)
+            self._name_each(parts, row, each.unit, ink)
         for phase, direction, batch in _phases(self.trace.computations):
             ms = [1e3 * phase.start, 1e3 * phase.end]
             self.axes.plot(ms, [row - 0.6] * 2, color=INK, linewidth=0.8, solid_capstyle="butt")
@@ -140,9 +142,9 @@ class _Panel:
                 if height * ROW_IN * 72 > SMALL + 2:
                     self._add_name(span, low + height / 2, span.name, INK)
 
-    def _name_longest(self, parts: Sequence[Span], row: float, unit: str, ink: str) -> None:
-        if parts:  # else all of it is waiting
-            self._add_name(max(parts, key=_length), row, unit, ink)
+    def _name_each(self, parts: Sequence[Span], row: float, unit: str, ink: str) -> None:
+        for part in parts:
+            self._add_name(part, row, unit, ink)
 
     def _add_name(self, span: Span | Computation, at: float, unit: str, ink: str) -> None:
         """The name of a unit where it fits, else the number of its layer; no part of a word."""
@@ -174,10 +176,6 @@ class _Panel:
             zorder=3,
         )
         return True
-
-
-def _length(span: Span) -> float:
-    return span.end - span.start
 
 
 def _lighter(direction: str, share: float) -> tuple[float, float, float]:

@@ -44,6 +44,8 @@ _CAPTION = (
     "the optimizer states.",
     "late update: after all gradients are reduced, as in Megatron; early update: of each unit as "
     "soon as its own are; halves: 2 units a block.",
+    "baseline: the least code for the same sharding with threads, for one kind of model; it cannot "
+    "clip where it updates early.",
     "No bar: not measured. inline ran in one cell, to show what it costs; torch's HSDP and DDP as "
     "they come update late.",
 )

@@ -5,9 +5,13 @@ wrong input."""
 
 import runpy
 import sys
+from itertools import combinations
 
 import pytest
+from matplotlib.text import Text
 
+from scripts.report import compare_front, compare_picture
+from scripts.report.compare_rows import comparisons
 from scripts.report.published import PICTURES, draw_picture
 from scripts.report.records import append, read_record
 from tests.support.selection import slow_unless
@@ -51,3 +55,23 @@ def test_a_report_without_its_files_ends_in_one_line(name, options, monkeypatch,
     assert ended.value.code == 2
     output = capsys.readouterr().err.strip().splitlines()[-1]
     assert output.startswith(f"python -m scripts.report.{name}: error: ")
+
+
+def test_a_step_without_a_twin_is_hatched_and_says_why():
+    """Its bar shows no part of the network's, which would look like none."""
+    figure = compare_picture.figure_of(read_record("compare").lines)
+    found = [one for one in comparisons(read_record("compare").lines) if one.has_network]
+    for comparison, axes in zip(found, figure.axes[::3], strict=True):
+        rows = [row for row in comparison.rows if not row.reason and row.is_timed][::-1]
+        unknown = sum(row.bare_ms is None for row in rows)
+        assert sum(bool(bar.get_hatch()) for bar in axes.patches) == unknown
+    assert "hatched: its part is not known" in figure.get_supxlabel()
+
+
+def test_names_of_points_stand_within_the_frame_and_apart():
+    figure = compare_front.figure_of(read_record("compare").lines)
+    for axes in figure.axes:
+        frame = axes.get_window_extent()
+        boxes = [Text.get_window_extent(text) for text in axes.texts]
+        assert boxes and all(frame.contains(*point) for box in boxes for point in box.corners())
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
