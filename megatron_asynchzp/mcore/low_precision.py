@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Transformer Engine that compute in FP8 with weights whose shards are bf16: what they
-need of the machine, the quantised copies of weights that outlive a layer's call, and which weights
-can travel as FP8 codes."""
+"""Layers of Transformer Engine that compute in FP8 or FP4 with weights whose shards are bf16: what
+they need of the machine, the quantised copies of weights that outlive a layer's call, and which
+weights can travel as FP8 codes."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -12,21 +12,29 @@ from torch import nn
 
 from megatron_asynchzp.comm.codes import TensorGrid
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.activations import FP4_COPIES_NBYTES, FP8_COPIES_NBYTES
 from megatron_asynchzp.zero.unit import HZPUnit
 
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"
-_ANSWERS = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+_ANSWERS = {
+    "mxfp8": "is_mxfp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "nvfp4": "is_nvfp4_available",
+}
 
 
 def refuse_missing_te(args: Namespace) -> None:
-    """Raise ConfigurationError where this machine cannot compute what --fp8-format asks for, or has
-    nothing that captures the layers of --cuda-graph-impl."""
-    if not args.fp8 and args.cuda_graph_impl != "transformer_engine":
+    """Raise ConfigurationError where this machine cannot compute what --fp8-format or --fp4-format
+    asks for, or has nothing that captures the layers of --cuda-graph-impl."""
+    if args.fp8:
+        recipe, what = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
+    elif args.fp4:
+        recipe, what = args.fp4_recipe, f"--fp4-format {args.fp4} --fp4-recipe {args.fp4_recipe}"
+    elif args.cuda_graph_impl == "transformer_engine":
+        recipe, what = None, "--cuda-graph-impl transformer_engine"
+    else:
         return
-    what = f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
-    if not args.fp8:
-        what = "--cuda-graph-impl transformer_engine"
     from megatron.core.utils import get_te_version, is_te_min_version
 
     try:
@@ -41,12 +49,11 @@ def refuse_missing_te(args: Namespace) -> None:
             f"{what} needs Transformer Engine {_LEAST} or later, and {get_te_version()} is "
             "installed; install a later one, or leave the flags out"
         )
-    if not args.fp8:
+    if recipe is None:
         return
-    is_available = getattr(te, _ANSWERS.get(args.fp8_recipe, "is_fp8_available"))
-    is_possible, reason = is_available(return_reason=True)
+    is_possible, reason = getattr(te, _ANSWERS.get(recipe, "is_fp8_available"))(return_reason=True)
     if not is_possible:
-        raise ConfigurationError(f"{what}: {reason} Choose another --fp8-recipe, or leave it out")
+        raise ConfigurationError(f"{what}: {reason} Choose another recipe, or leave it out")
 
 
 def forget_copies(module: nn.Module, config: Any) -> None:
@@ -62,12 +69,13 @@ def kept_nbytes(module: nn.Module, config: Any) -> int:
     transposed."""
     layers = [layer for layer in _quantising(module, config) if _keeps(layer, config)]
     weights = [param for layer in layers for param in layer.parameters(recurse=False)]
-    return sum(2 * weight.numel() for weight in weights if weight.dim() == 2)
+    nbytes = FP4_COPIES_NBYTES if config.fp4 else FP8_COPIES_NBYTES
+    return round(nbytes * sum(weight.numel() for weight in weights if weight.dim() == 2))
 
 
 def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
-    """The layers of Transformer Engine that have weights, where the model computes in FP8."""
-    if config.fp8:
+    """The layers of Transformer Engine that have weights, where a model computes in FP8 or FP4."""
+    if config.fp8 or config.fp4:
         yield from (one for one in module.modules() if hasattr(one, "_fp8_workspaces"))
 
 
@@ -75,7 +83,8 @@ def _keeps(layer: Any, config: Any) -> bool:
     """With delayed scaling backward would find another scale; layers of experts in groups, and all
     of earlier versions, cannot quantise again."""
     is_grouped = hasattr(layer, "num_gemms")
-    return config.fp8_recipe == "delayed" or is_grouped or not hasattr(type(layer), "is_fsdp2")
+    is_delayed = config.fp8 and config.fp8_recipe == "delayed"
+    return is_delayed or is_grouped or not hasattr(type(layer), "is_fsdp2")
 
 
 # ---- gathers in FP8

@@ -21,7 +21,13 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     node_size,
     sharding_ranks_per_node,
 )
-from megatron_asynchzp.planner.activations import Kernels, Recompute, Setting
+from megatron_asynchzp.planner.activations import (
+    FP4_COPIES_NBYTES,
+    FP8_COPIES_NBYTES,
+    Kernels,
+    Recompute,
+    Setting,
+)
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
@@ -431,15 +437,16 @@ def kernels_of(args: Namespace) -> Kernels:
         attention_dropout=args.attention_dropout > 0,
         has_rope=args.position_embedding_type in ("rope", "yarn", "mrope"),
         is_softmax_fp32=args.attention_softmax_in_fp32,
-        keeps_quantised=_kept_in_fp8(args),
+        keeps_quantised=_kept_quantised(args),
+        copies_nbytes=FP4_COPIES_NBYTES if args.fp4 else FP8_COPIES_NBYTES,
     )
 
 
-def _kept_in_fp8(args: Namespace) -> Literal["none", "experts", "all"]:
+def _kept_quantised(args: Namespace) -> Literal["none", "experts", "all"]:
     """As low_precision.kept_nbytes has it of layers of Transformer Engine."""
-    if not args.fp8:
+    if not args.fp8 and not args.fp4:
         return "none"
-    if args.fp8_recipe == "delayed":
+    if args.fp8 and args.fp8_recipe == "delayed":
         return "all"
     return "experts" if args.num_experts and args.moe_grouped_gemm else "none"
 

@@ -28,6 +28,10 @@ from megatron_asynchzp.planner.model import (
 _FP32, _INDEX = 4, 8
 
 
+# Of two copies of a weight: NVFP4 has 4 bits, and a byte for each 16 weights.
+FP8_COPIES_NBYTES, FP4_COPIES_NBYTES = 2.0, 2 * (1 / 2 + 1 / 16)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What an implementation keeps.
@@ -37,7 +41,8 @@ class Kernels:
     is_fused: norms, gates and rotary embeddings keep no intermediate.
     dropout: whether hidden states drop out, which keeps a mask.
     attention_dropout: the same for attention.
-    keeps_quantised: of which weights of layers two copies in FP8 outlive the layer's call.
+    keeps_quantised: of which weights of layers two quantised copies outlive the layer's call, of
+        copies_nbytes a weight.
     """
 
     core: Literal["scores", "pasa", "flash"] = "flash"
@@ -47,6 +52,7 @@ class Kernels:
     has_rope: bool = True
     is_softmax_fp32: bool = False
     keeps_quantised: Literal["none", "experts", "all"] = "none"
+    copies_nbytes: float = 0.0
 
 
 LOCAL = Kernels("scores", is_fused=False)

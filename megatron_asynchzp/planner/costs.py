@@ -333,7 +333,7 @@ class Costing:
             schedule,
             copies,
             preview,
-            2.0 * quantised,
+            self.setting.kernels.copies_nbytes * quantised,
             self._buffers_nbytes(),
         )
 
@@ -344,8 +344,8 @@ class Costing:
         return MIB * self.cluster.device.communicator_mib * number
 
     def _quantised_numel(self, unit: Unit) -> int:
-        """Elements of weights that layers keep in FP8, at most: all layers are taken to compute in
-        it, and a router."""
+        """Elements of weights that layers keep quantised, at most: all layers are taken to compute
+        so, and a router."""
         kept = self.setting.kernels.keeps_quantised
         if kept == "none" or unit.kind not in _IN_FP8:
             return 0

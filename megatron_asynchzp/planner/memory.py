@@ -225,7 +225,7 @@ class Memory:
         """in_flight: of each model chunk.
         copies: on a CPU.
         preview: of an update that is computed ahead.
-        quantised: copies of weights in FP8.
+        quantised: copies of weights.
         buffers: of communicators.
         """
         total = Counter[str]()

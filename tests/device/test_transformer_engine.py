@@ -36,6 +36,7 @@ RECIPES = {
     "tensorwise of fp32": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise",
                            "--clip-grad", "0"],
     "mxfp8": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
+    "nvfp4": ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"],
 }
 BASE = gpt_args("--train-iters", "4", "--hidden-size", "128",
                 "--attention-backend", "unfused", "--no-bias-swiglu-fusion")
@@ -101,7 +102,7 @@ def train_beside(line: Sequence[str]) -> list[Run]:
 
 
 def env_of(recipe: str) -> dict[str, str]:
-    return BLACKWELL if recipe == "mxfp8" else {}
+    return BLACKWELL if recipe in ("mxfp8", "nvfp4") else {}
 
 
 def equal(ours: Steps, stock: Steps) -> bool:
@@ -162,6 +163,8 @@ VARIANTS = {
         *GROUPED_EXPERTS, "--mtp-num-layers", "1", "--position-embedding-type", "rope",
         "--clip-grad", "0"]),
     "grouped experts, delayed": (2, "delayed", GROUPED_EXPERTS),
+    "grouped experts, nvfp4": (2, "nvfp4", [
+        *GROUPED_EXPERTS, "--moe-router-padding-for-quantization", "--clip-grad", "0"]),
     "recomputation": (2, "tensorwise", FULL_RECOMPUTE),
     "recomputation, delayed": (2, "delayed", FULL_RECOMPUTE),
     "pipeline": (2, "delayed", PIPELINE_PARALLEL),
@@ -237,8 +240,11 @@ def compared_with_references() -> None:
     from transformer_engine.pytorch import quantization
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.custom_recipes import reference_current_scaling as references
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     from scripts.testbed.te import extension, formats
 
@@ -257,6 +263,28 @@ def compared_with_references() -> None:
             tensor = quantizer(x)
             own = extension._values(tensor, way == "rowwise").bfloat16()
             assert torch.equal(tensor.dequantize(dtype=torch.bfloat16), own)
+
+    for is_weight in (False, True):
+        quantizer = NVFP4Quantizer(with_rht=not is_weight, with_2d_quantization=is_weight)
+        shape = (16, 16) if is_weight else (1, 16)
+        of_te = NVFP4QuantizerRef(Fp4Formats.E2M1, True, True, quant_tile_shape=shape)
+        of_te.with_rht = quantizer.with_rht
+        made, reference = quantizer(x), of_te.quantize(x)
+        for name, codes, scales in (
+            ("rowwise", reference.data, reference.scale),
+            ("columnwise", reference.data_t, reference.scale_t),
+        ):
+            assert torch.equal(getattr(made, f"_{name}_data"), codes)
+            found = getattr(made, f"_{name}_scale_inv").view(formats.E4M3)
+            rows, columns = scales.shape
+            assert torch.equal(found[:rows, :columns].float(), scales.float())
+        assert torch.equal(made._amax_columnwise, reference.global_amax_col)
+    # Rounded at random the mean is the value.
+    values = torch.linspace(-6, 6, 97, device=device)[:, None].expand(-1, 4000)
+    codes = formats.e2m1_of(values, torch.rand(values.shape, device=device)).long()
+    of_codes = torch.tensor([*formats.E2M1_VALUES, *(-v for v in formats.E2M1_VALUES)])
+    mean = of_codes.to(device)[codes].mean(1)
+    assert (mean - values[:, 0]).abs().max() < 0.06
 
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="max")
     history, scale = torch.rand(3, 2, device=device), torch.rand(2, device=device)

@@ -67,6 +67,8 @@ _BF16 = (
     "the values are the same; parameters are held and gathered in bf16, 2 bytes each instead of 1"
 )
 
+_BF16_OF_FP4 = "parameters are held and gathered in bf16, and layers quantise what arrives"
+
 # fmt: off
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("--use-distributed-optimizer", "use_distributed_optimizer", False,
@@ -102,6 +104,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "fused operations would hold references to parameters outside their modules; a layer runs "
      "more kernels", *_LOST),
     ("--fp8-param-gather", "fp8_param_gather", False, _BF16, *_LOST),
+    ("--fp4-param-gather", "fp4_param_gather", False, _BF16_OF_FP4, *_LOST),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16,
      *_LOST),
     ("--keep-fp8-transpose-cache", "keep_fp8_transpose_cache", False,

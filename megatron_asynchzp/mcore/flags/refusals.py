@@ -115,8 +115,9 @@ def _other_dtype_than_fp32(example: str) -> Refusal:
 
 
 def _fp8(example: str, is_asked: Callable[[Namespace], bool], condition: str) -> Refusal:
-    """Refused with FP8 where `is_asked` is true."""
-    return Refusal(example, lambda args: bool(args.fp8 and is_asked(args)), condition)
+    """Refused with the first flag of `example`, of FP8 or FP4, where `is_asked` is true."""
+    name = example[2:5]
+    return Refusal(example, lambda args: bool(getattr(args, name) and is_asked(args)), condition)
 
 
 def _graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
@@ -193,11 +194,8 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     *because(
-        "weights in FP4, and layers with precisions of their own, have not been tested with "
-        "sharded parameters",
-        "use --bf16, with or without --fp8-format",
-        "--fp4-param-gather",
-        given("--fp4-format e2m1", "fp4"),
+        "layers with precisions of their own have not been tested with sharded parameters",
+        "use --bf16, with or without --fp8-format or --fp4-format",
         "--te-precision-config-file precision.yaml",
     ),
     *because(
@@ -206,9 +204,15 @@ REFUSALS: tuple[Refusal, ...] = (
         equal_to("--fp8-recipe custom"),
     ),
     *because(
+        "it has not been tested with sharded parameters",
+        "use --fp4-recipe nvfp4",
+        equal_to("--fp4-recipe custom"),
+    ),
+    *because(
         "layers quantise what is gathered, which has not been tested in fp16",
         "use --bf16",
         _fp8("--fp8-format hybrid --fp16", lambda args: args.fp16, "with --fp16"),
+        _fp8("--fp4-format e2m1 --fp16", lambda args: args.fp16, "with --fp16"),
     ),
     *because(
         "Megatron's own layers compute in bf16 whatever it says",

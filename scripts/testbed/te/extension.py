@@ -168,6 +168,38 @@ def _microscaled(x: Tensor, quantizer: Any) -> dict[str, Any]:
     return made
 
 
+def _halved(x: Tensor, quantizer: Any) -> dict[str, Any]:
+    """NVFP4: rowwise 1 x 16, columnwise the same of the transposed matrix, transformed where the
+    quantiser asks for it; weights in 16 x 16.
+
+    Source: pytorch/custom_recipes/quantization_ref_nvfp4.py, NVFP4QuantizerRef.
+    """
+    if quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6:
+        _refusal("NVFP4 with scales of rows, or 4 over 6")()
+    rows = formats.BLOCK if quantizer.with_2d_quantization else 1
+    made = {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
+    for name, matrix in (("rowwise", _flat(x)), ("columnwise", _flat(x).t().contiguous())):
+        made[f"{name}_data"] = made[f"{name}_scale_inv"] = made[f"amax_{name}"] = None
+        if not getattr(quantizer, f"{name}_usage"):
+            continue
+        if name == "columnwise" and quantizer.with_rht:
+            blocks = matrix.view(matrix.numel() // formats.BLOCK, formats.BLOCK)
+            turned = blocks @ quantizer.rht_matrix.to(matrix.dtype)
+            matrix = turned.view(matrix.shape)
+        amax = matrix.abs().amax().float().view(1) if x.numel() else x.new_zeros(1).float()
+        if quantizer.with_amax_reduction:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, quantizer.amax_reduction_group)
+        uniform = None
+        if quantizer.stochastic_rounding:
+            uniform = torch.rand(matrix.shape, device=x.device)
+        coded = formats.encode_fp4(matrix, amax, rows, uniform)
+        leading = x.shape[:-1] if name == "rowwise" else matrix.shape[:1]
+        made[f"{name}_data"] = coded.codes.view(*leading, matrix.shape[1] // 2)
+        made[f"{name}_scale_inv"] = _pad(coded.inverse.view(torch.uint8), 128, 4)
+        made[f"amax_{name}"] = amax
+    return made
+
+
 class _Kind:
     """A format: the names of its quantisers, of its tensor and its storage, and how it is made."""
 
@@ -191,6 +223,7 @@ _KINDS = {
     "Float8CurrentScalingQuantizer": _PER_TENSOR,
     "Float8BlockQuantizer": _Kind("float8_blockwise", "Float8BlockwiseQTensor", _tiles),
     "MXFP8Quantizer": _Kind("mxfp8", "MXFP8Tensor", _microscaled),
+    "NVFP4Quantizer": _Kind("nvfp4", "NVFP4Tensor", _halved),
 }
 
 
@@ -238,6 +271,8 @@ def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
 def _values(tensor: Any, is_rowwise: bool) -> Tensor:
     """The matrix that an operand stands for, fp32; with blocks in one direction they are those
     along the dimension that is summed over: rows if is_rowwise."""
+    if hasattr(tensor, "_fp4_dtype"):
+        return _halved_values(tensor, is_rowwise)
     if isinstance(tensor, Tensor) and not hasattr(tensor, "_fp8_dtype"):
         return _flat(tensor).float()
     dtype = _torch_dtype(tensor._fp8_dtype)
@@ -255,6 +290,18 @@ def _values(tensor: Any, is_rowwise: bool) -> Tensor:
         return found if is_rowwise else found.t()
     grid = Grid(1, _MX, "e8m0") if is_rowwise else Grid(_MX, 1, "e8m0")
     return _decoded(_flat(codes), scales, grid, dtype)
+
+
+def _halved_values(tensor: Any, is_rowwise: bool) -> Tensor:
+    """Columnwise those of the transformed matrix, whose transform the other operand undoes."""
+    name = "rowwise" if is_rowwise else "columnwise"
+    codes, scales = getattr(tensor, f"_{name}_data"), getattr(tensor, f"_{name}_scale_inv")
+    if codes is None:
+        raise RuntimeError(f"the product needs {name} data, which {type(tensor).__name__} has not")
+    codes = codes.reshape(-1, codes.shape[-1]) if is_rowwise else codes.flatten(1)
+    inverse = scales[: len(codes), : codes.shape[1] * 2 // formats.BLOCK].view(formats.E4M3)
+    found = formats.decode_fp4(Coded(codes, inverse), getattr(tensor, f"_amax_{name}"))
+    return found if is_rowwise else found.t()
 
 
 def _per_tensor_values(tensor: Any, dtype: torch.dtype) -> Tensor:

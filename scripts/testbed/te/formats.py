@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of Transformer Engine's FP8 formats in torch operations: scales and codes of a matrix,
-and the values that they stand for. Sources are named by their path in Transformer Engine."""
+"""The grids of Transformer Engine's FP8 and FP4 formats in torch operations: scales and codes of
+matrices, and the values that they stand for. Sources are named by their path in Transformer Engine.
+"""
 
 from typing import NamedTuple
 
@@ -102,3 +103,53 @@ def decode(coded: Coded, grid: Grid, dtype: torch.dtype) -> torch.Tensor:
     """The values of a matrix of codes, fp32 [M, K]."""
     inverse = power_of(coded.inverse) if grid.kind == "e8m0" else coded.inverse
     return coded.codes.view(dtype).float() * spread(inverse, grid, coded.codes.shape)
+
+
+# ---- NVFP4: values of E2M1 in blocks of 16 with scales in E4M3, and a scale of the whole tensor
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_TOP, _E4M3_TOP, BLOCK = 6.0, 448.0, 16
+
+
+def e2m1_of(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tensor:
+    """The codes, 4 bits in uint8, of fp32 values: the nearest, ties to even, beyond the largest the
+    largest; with `uniform` in [0, 1) one of the two neighbours, the nearer one more often."""
+    magnitude = x.abs().clamp_max(_E2M1_TOP)
+    values = torch.tensor(E2M1_VALUES, device=x.device)
+    if uniform is None:
+        middles = (values[1:] + values[:-1]) / 2
+        below, above = (torch.bucketize(magnitude, middles, right=up) for up in (False, True))
+        code = torch.where(below % 2 == 0, below, above)
+    else:
+        low = (torch.bucketize(magnitude, values, right=True) - 1).clamp_max(len(values) - 2)
+        share = (magnitude - values[low]) / (values[low + 1] - values[low])
+        code = low + (uniform < share)
+    return (code + 8 * (x < 0)).to(torch.uint8)
+
+
+def global_scale(amax: torch.Tensor) -> torch.Tensor:
+    """Source: pytorch/custom_recipes/quantization_ref_nvfp4.py, _quantize_blockwise_reference, as
+    what follows."""
+    scale = (torch.full_like(amax, _E4M3_TOP * _E2M1_TOP) / amax).clamp_max(_FP32_MAX)
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def encode_fp4(
+    x: torch.Tensor, amax: torch.Tensor, rows: int, uniform: torch.Tensor | None = None
+) -> Coded:
+    """Codes of a matrix [M, K], two in a byte, in blocks of `rows` x 16; amax: of all of it."""
+    whole = global_scale(amax)
+    of_blocks = amax_of_blocks(x, Grid(rows, BLOCK)).repeat_interleave(rows, 0)[: len(x)]
+    sixth = torch.reciprocal(torch.tensor(_E2M1_TOP, device=x.device))
+    inverse = (of_blocks * (whole * sixth)).clamp_max(_E4M3_TOP).to(E4M3)
+    scale = (1 / (inverse.float() * (1 / whole))).clamp_max(_FP32_MAX)
+    codes = e2m1_of(x.float() * spread(scale, Grid(1, BLOCK), x.shape), uniform)
+    return Coded(codes[:, ::2] + 16 * codes[:, 1::2], inverse)
+
+
+def decode_fp4(coded: Coded, amax: torch.Tensor) -> torch.Tensor:
+    """The values of a matrix of codes, fp32 [M, K]."""
+    codes = torch.stack((coded.codes % 16, coded.codes // 16), -1).flatten(1).long()
+    values = torch.tensor([*E2M1_VALUES, *(-one for one in E2M1_VALUES)], device=codes.device)
+    scales = spread(coded.inverse.float(), Grid(1, BLOCK), codes.shape)
+    return values[codes] * scales / global_scale(amax)
