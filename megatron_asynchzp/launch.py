@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from megatron_asynchzp.commands.meeting import meet_or_exit
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.command_line import check_numbers_of_nodes
@@ -76,6 +77,7 @@ def start(argv: list[str]) -> None:
     ranks = _world_size(options)
     check_or_exit(arguments, ranks)
     _prepare_restarts(known)
+    meet_or_exit(options)
     if ranks is None and known.nproc_per_node.isdecimal():
         ranks = _most_ranks(known, arguments)
     if ranks is not None:

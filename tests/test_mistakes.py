@@ -15,6 +15,8 @@ from typing import NamedTuple
 import pytest
 
 from megatron_asynchzp import command, launch
+from megatron_asynchzp.commands import meeting
+from megatron_asynchzp.failure import descriptors
 
 SCRIPT = "train.py"
 
@@ -37,6 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # Megatron's own check takes seconds; tests/commands/test_validation.py has it.
     let_megatron_say(monkeypatch, Checked())
+    # Names and ports are this machine's; tests/commands/test_meeting.py has them.
+    monkeypatch.setattr(launch, "meet_or_exit", lambda _: None)
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -225,6 +229,28 @@ def test_a_mistake_ends_in_one_line_and_not_with_0(folder, monkeypatch, capfd, m
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     assert status == 2 and not started
     assert len(lines) == 1 and fragment in lines[0], lines
+
+
+def test_ranks_that_cannot_meet_end_in_one_line_before_torchrun(folder, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "meet_or_exit", meeting.meet_or_exit)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(f"launch --nnodes 2 --master-addr no.such.invalid {SCRIPT}".split())
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("megatron_asynchzp: --master-addr no.such.invalid: no")
+
+
+@pytest.mark.parametrize("words", ["launch {} --use-asynchzp", "{} --use-asynchzp"])
+def test_few_open_files_end_in_one_line_however_ranks_are_started(
+    folder, monkeypatch, capfd, words
+):
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (40, 40))
+    start = command.main if words.startswith("launch") else launch.main
+    with pytest.raises(SystemExit) as ended:
+        start(words.format(SCRIPT).split())
+    assert ended.value.code == 2
+    assert "ulimit -n is 40 on this host: a rank takes 256" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--save-interval 5 --save", "--tensorboard-dir"])

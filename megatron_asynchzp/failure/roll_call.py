@@ -15,7 +15,6 @@ whose tasks stand still looks whether others went another way, [Note: apart].
 """
 
 import itertools
-import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from megatron_asynchzp.errors import ConfigurationError, name_ranks
+from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.failure.descriptors import refuse_few_descriptors
 from megatron_asynchzp.failure.standstill import Progress, Standstill, why_apart
 from megatron_asynchzp.failure.verdict import HAS_FAILED, IS_HERE, Verdict
 
@@ -43,7 +43,6 @@ STANDS_STILL_S = 3.0
 _MOST_LOOKED_AT = 8  # of them, each time: all ranks of a large world may stand still
 _POLL_S = 0.1
 _CLOSE_POLL_S = 0.01  # of one rank
-_OTHER_DESCRIPTORS = 256  # of the process that holds the store
 _THREAD = "asynchzp-roll-call"
 # Keys. The second has entries, each with a rank before it; the others count ranks.
 _CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ = "called", "answers", "answered", "read"
@@ -331,18 +330,6 @@ class RollCall:
             return self._store.get(key).decode()
         except dist.DistStoreError:
             return ""
-
-
-def refuse_few_descriptors(rank: int, world_size: int) -> None:
-    """Raise ConfigurationError on rank 0, beside which the store is, where a process there cannot
-    have the connections of `world_size` ranks: the ranks would wait for each other at the store."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * world_size + _OTHER_DESCRIPTORS
-    if rank == 0 and limit != resource.RLIM_INFINITY and limit < needed:
-        raise ConfigurationError(
-            f"ulimit -n is {limit} on the host of rank 0: the store at which {world_size} ranks "
-            f"meet takes {needed} files and connections; start with ulimit -n {needed} or more"
-        )
 
 
 def lasts_s(world_size: int) -> float:

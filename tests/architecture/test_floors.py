@@ -18,14 +18,14 @@ FLOORS = {
     "device": 0, "errors": 0, "replacements": 0, "schedule": 0, "versions": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "failure": 1, "weight_delta": 1,
     "comm": 2, "planner": 3896, "zero": 3, "at_rest": 4,
-    "library": 5, "mcore": 9040, "cpu_platform": 5,
+    "library": 5, "mcore": 9042, "cpu_platform": 5,
     "hf": 6,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
     "commands": 6, "launch": 7, "command": 7, "__main__": 8,
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2315, "commands": 2415,
-    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 9040,
+    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2315, "commands": 2507,
+    "cpu_platform": 1050, "failure": 900, "hf": 2830, "library": 2650, "mcore": 9042,
     "planner": 3896, "sharding": 1775, "zero": 4301, "beside the rooms": 1010,
 }
 # Within the library.

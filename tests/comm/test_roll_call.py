@@ -3,6 +3,7 @@
 """A failure says which ranks do not answer, a store that is gone holds nobody, and all hear it."""
 
 import random
+import resource
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
-from megatron_asynchzp.failure import roll_call
+from megatron_asynchzp.failure import descriptors, roll_call
 from megatron_asynchzp.failure.roll_call import RollCall
 from megatron_asynchzp.failure.verdict import Verdict
 
@@ -284,14 +285,22 @@ def test_a_verdict_in_a_text_says_what_the_answers_say(seed):
         assert late.keys() == {r for r in counts.keys() - silent if counts[r] != front}
 
 
-def test_a_low_limit_of_descriptors_is_refused_beside_the_store_with_the_one_that_is_needed(
-    monkeypatch,
+@pytest.mark.parametrize(
+    "limit, rank, world, needed",
+    [
+        (1024, 0, 256, 0), (1024, 1, 16384, 0), (1024, 0, 16384, 33024), (40, 1, 2, 256),
+        (255, 0, 0, 256), (256, 5, 8, 0), (resource.RLIM_INFINITY, 0, 98304, 0),
+    ],
+)  # fmt: skip
+def test_a_low_limit_of_descriptors_is_refused_with_the_one_that_is_needed(
+    monkeypatch, limit, rank, world, needed
 ):
-    monkeypatch.setattr(roll_call.resource, "getrlimit", lambda _: (1024, 4096))
-    roll_call.refuse_few_descriptors(0, 256)
-    roll_call.refuse_few_descriptors(1, 16384)
-    with pytest.raises(ConfigurationError, match="ulimit -n 33024 or more"):
-        roll_call.refuse_few_descriptors(0, 16384)
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (limit, limit))
+    if not needed:
+        descriptors.refuse_few_descriptors(rank, world)
+        return
+    with pytest.raises(ConfigurationError, match=f"is {limit} .*; start with ulimit -n {needed} "):
+        descriptors.refuse_few_descriptors(rank, world)
 
 
 def test_ranks_have_short_names():

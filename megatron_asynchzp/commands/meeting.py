@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns whether the ranks that torchrun starts can meet: what it would otherwise find out after its
+own time limits, with a traceback on every node."""
+
+import errno
+import socket
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, report
+
+_PORT = 29400  # of a rendezvous that names none
+
+
+def meet_or_exit(options: Sequence[str]) -> None:
+    """End the process with one line where `check_meeting` refuses; print its line otherwise."""
+    try:
+        if line := check_meeting(options):
+            print(f"megatron_asynchzp: {line}", flush=True)
+    except ConfigurationError as error:
+        report(error)
+        sys.exit(EXIT_USAGE)
+
+
+def check_meeting(options: Sequence[str]) -> str:
+    """A line on an address of another machine, which something may forward here; "" where there is
+    none. options: torchrun's. Raises ConfigurationError, one line, for a name that nobody knows, a
+    port that is no number or is in use, and devices to count that are not there."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in (("master-addr", "127.0.0.1"), ("master-port", "29500"),
+                          ("node-rank", "0"), ("rdzv-backend", "static"), ("rdzv-endpoint", ""),
+                          ("nproc-per-node", "1")):  # fmt: skip
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default=default)
+    parser.add_argument("--standalone", action="store_true")
+    known, _ = parser.parse_known_args(list(options))
+    _count_devices(known.nproc_per_node)
+    if known.standalone:
+        return ""
+    is_static = known.rdzv_backend == "static"
+    endpoint, flag = known.rdzv_endpoint, "--rdzv-endpoint"
+    if is_static and not endpoint:
+        endpoint, flag = f"{known.master_addr}:{known.master_port}", "--master-addr"
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(_PORT))
+    if not (port.isdecimal() and int(port) < 2**16):
+        raise ConfigurationError(f"{flag} {endpoint}: {port} is no port; give HOST and PORT")
+    try:
+        places = socket.getaddrinfo(host or "localhost", int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{flag} {host}: no machine of that name is known here ({error.strerror}); give the "
+            "name or address of the node where the ranks meet"
+        ) from error
+    is_first = is_static and known.node_rank == "0"
+    return _try(places[0], f"{flag} {host}", port) if is_first else ""
+
+
+def _try(place: tuple, what: str, port: str) -> str:
+    """Listen where the first node will."""
+    family, kind, _, _, address = place
+    with socket.socket(family, kind) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+            listening.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigurationError(
+                    f"{what}: port {port} is in use on this machine; give another --master-port, "
+                    "or on one node --standalone"
+                ) from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                return (
+                    f"{what} is no address of this machine, where the first node waits for the "
+                    "ranks; unless something forwards it here, they never meet"
+                )
+    return ""
+
+
+def _count_devices(word: str) -> None:
+    """Raise ConfigurationError for kinds of devices of which torch sees none."""
+    if word not in ("gpu", "xpu"):
+        return
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        determine_local_world_size(word)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--nproc-per-node {word}: {error} Give a number of ranks, or cpu"
+        ) from error

@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that could never meet are told before torchrun waits for them."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_asynchzp.commands.meeting import check_meeting
+from megatron_asynchzp.errors import ConfigurationError
+
+
+@pytest.fixture
+def used_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (
+            "--nnodes 2 --master-addr no.such.invalid",
+            "--master-addr no.such.invalid: no machine of",
+        ),
+        ("--master_addr=no.such.invalid", "--master-addr no.such.invalid: no machine of that name"),
+        ("--node-rank 1 --nnodes 2 --master-addr no.such.invalid", "no machine of that name is"),
+        ("--rdzv-backend c10d --rdzv-endpoint no.such.invalid:2000", "--rdzv-endpoint no.such.in"),
+        ("--rdzv-backend c10d --rdzv_endpoint no.such.invalid", "give the name or address of the"),
+        ("--master-port 70000", "--master-addr 127.0.0.1:70000: 70000 is no port"),
+        ("--master-port http", "http is no port"),
+        ("--nproc-per-node xpu", "--nproc-per-node xpu: Xpu is not available. Give a number of"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_in_one_line(options, line):
+    with pytest.raises(ConfigurationError) as refused:
+        check_meeting(options.split())
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("options", ["", "--master-addr localhost", "--rdzv-endpoint 127.0.0.1:{}"])
+def test_a_port_in_use_is_refused_where_the_first_node_would_listen(used_port, options):
+    words = options.format(used_port).split()
+    if "--rdzv-endpoint" not in words:
+        words += ["--master-port", str(used_port)]
+    with pytest.raises(ConfigurationError, match=f"port {used_port} is in use on this machine"):
+        check_meeting(words)
+    assert check_meeting([*words, "--node-rank", "1"]) == ""
+    assert check_meeting([*words, "--standalone"]) == ""
+    # A store that is there already is what such a rendezvous looks for.
+    elastic = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{used_port}"]
+    assert check_meeting(elastic) == ""
+
+
+def test_an_address_of_another_machine_is_told_on_the_first_node_alone():
+    other = ["--nnodes", "2", "--master-addr", "192.0.2.1"]  # of no machine (RFC 5737)
+    assert "is no address of this machine" in check_meeting(other)
+    assert check_meeting([*other, "--node-rank", "1"]) == ""
+
+
+def test_a_free_port_of_this_machine_is_left_free(used_port):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert check_meeting(["--master-port", str(port)]) == ""
+    socket.create_server(("127.0.0.1", port)).close()
