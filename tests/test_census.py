@@ -125,7 +125,7 @@ def test_the_census_of_a_list_says_what_runs_as_it_is_weakened_and_refused(tmp_p
         "fp8": ["--bf16", *fp8],
         "fp8 gathers": ["--bf16", *fp8, "--fp8-param-gather"],
         "lossy fp8 gathers": ["--bf16", *fp8[:3], "delayed", "--fp8-param-gather"],
-        "fp4": ["--bf16", "--fp4-format", "e2m1"],
+        "frozen": ["--bf16", "--freeze-all-layers"],
     }
     recipes = [
         {"name": name, "hardware": "h100", "gpus": 8, "flags": flags, "vpp": None}
@@ -142,5 +142,5 @@ def test_the_census_of_a_list_says_what_runs_as_it_is_weakened_and_refused(tmp_p
         "fp8": (None, []),
         "fp8 gathers": (None, []),
         "lossy fp8 gathers": (None, ["fp8_param_gather"]),
-        "fp4": ("--fp4-format", []),
+        "frozen": ("--freeze-all-layers", []),
     }

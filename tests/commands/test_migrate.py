@@ -39,7 +39,7 @@ COMMANDS = {
     "--use-torch-fsdp2 --ckpt-format torch_dcp --untie-embeddings-and-output-weights": "yes",
     "--tensor-parallel-num-weight-shards 2 --use-distributed-optimizer": "yes",
     EXPERTS + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute": "yes!",
-    "--fp4-format e2m1 --use-distributed-optimizer": "no",
+    "--freeze-all-layers --use-distributed-optimizer": "no",
     "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer": "no",
     "--cpu-offloading-num-layers 1 --main-grads-dtype bf16 --qk-clip": "no",
     "--pipeline-model-parallel-size 3": "no",
