@@ -33,7 +33,7 @@ def check() -> Iterator[Callable[..., Ended]]:
         ("--hidden-size 65", "hidden_size"),
         ("--use-asynchzp --seq-length 64", "max_position_embeddings"),
         ("--use-asynchzp --lr abc", "--lr: invalid float value: 'abc'"),
-        ("--use-asynchzp --fp4-format e2m1", "--fp4-format is not supported"),
+        ("--use-asynchzp --freeze-all-layers", "--freeze-all-layers is not supported"),
     ],
 )
 def test_what_megatron_or_we_refuse_is_one_line(check, more, line):
