@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.agreement import (
     code_of,
@@ -28,6 +29,7 @@ from megatron_asynchzp.sharding.value_hash import value_hash
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
 _REPLICATING = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_GRAPHS, _GRAPHED = ("CUDAGraph", "NPUGraph"), "make_graphed_callables"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _OPTIMIZER = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
 
@@ -143,20 +145,18 @@ def refuse_param_dtype(dtype: Any, model: nn.Module) -> None:
 
 def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
     """`optimizer`, which is to be a function that makes one."""
-    if isinstance(optimizer, torch.optim.Optimizer):
+    is_made = isinstance(optimizer, torch.optim.Optimizer)
+    if is_made or not callable(optimizer):
+        found = f"a {type(optimizer).__name__}" if is_made else repr(optimizer)
         raise ConfigurationError(
-            f"optimizer is a {type(optimizer).__name__}; hand over what makes it of this rank's "
-            f"parts, as {_OPTIMIZER}"
-        )
-    if not callable(optimizer):
-        raise ConfigurationError(
-            f"optimizer is {optimizer!r}; it is to be a function that makes one, as {_OPTIMIZER}"
+            f"optimizer is {found}; hand over what makes it of this rank's parts, as {_OPTIMIZER}"
         )
     return optimizer
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ConfigurationError where a parameter of `model` is sharded already, or replicated."""
+    """Raise ConfigurationError where a parameter of `model` is sharded already, or replicated, or
+    a captured graph reads it where it lies now."""
     for path, module in model.named_modules():
         if isinstance(module, _REPLICATING):
             kind = type(module).__name__
@@ -164,6 +164,12 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {kind}, which reduces gradients itself; hand over the "
                 "module in it, before it is wrapped"
             )
+        for one in tree_leaves([*vars(module).values()]):
+            if type(one).__name__ in _GRAPHS or _GRAPHED in getattr(one, "__qualname__", ""):
+                raise ConfigurationError(
+                    f"{path or 'the model'} has a captured graph, which reads parameters where "
+                    "they lie now; hand over the model before it is captured"
+                )
     for name, param in model.named_parameters():
         if hasattr(param, SHARDED_AS):
             raise ConfigurationError(

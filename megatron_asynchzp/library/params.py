@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.state import ShardedState
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.guard import DATA, GRAD, SET_GRAD, SHARDED_AS, Use
+from megatron_asynchzp.zero.guard import DATA, GRAD, NO_GRAPHS, SET_GRAD, SHARDED_AS, Use
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _COPIES = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__}
@@ -157,6 +157,10 @@ class ShardedParams:
                 "sharded.full_params(), and change values with model.load_state_dict()"
             )
         if unit.is_always_unsharded:
+            if self._runtime.driver.device.is_capturing():
+                raise ConfigurationError(
+                    f"{name} is used while a CUDA graph is captured: {NO_GRAPHS}"
+                )
             self._runtime.settle()
             return use(*args, **kwargs)
         if use is torch.Tensor.detach:

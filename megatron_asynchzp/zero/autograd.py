@@ -27,7 +27,7 @@ from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.calls import attach_call_hooks, called, hooks_of_call, wrap_calls
 from megatron_asynchzp.zero.construction import Construction
-from megatron_asynchzp.zero.guard import Answer, new_guarded_class
+from megatron_asynchzp.zero.guard import NO_GRAPHS, Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler, StepState
@@ -263,8 +263,7 @@ class HZPRuntime(StepScheduler):
         if self.is_rehearsing or self.driver.device.is_capturing():
             named = ", ".join(unit.name for unit in units) or "the model"
             raise ConfigurationError(
-                f"{named} is called while a CUDA graph is captured: gathers and reductions stand "
-                "around a unit and cannot be in a graph; leave the graph out"
+                f"{named} is called while a CUDA graph is captured: {NO_GRAPHS}"
             )
         self.refuse_use()
         self.meet(self._batch.kind)

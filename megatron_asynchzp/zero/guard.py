@@ -12,6 +12,9 @@ Use = Callable[..., Any]
 Answer = Callable[[Use, tuple[Any, ...], Mapping[str, Any]], Any]
 """Gives the result of such a function for its arguments. Runs without noticing uses itself."""
 
+NO_GRAPHS = "gathers and reductions cannot be in it; leave the graph out"
+"""Why, and the remedy, where something captures a part of a sharded model."""
+
 SHARDED_AS = "asynchzp_name"
 """The attribute of a sharded parameter that has its name in the model."""
 

@@ -492,8 +492,9 @@ def test_units_with_seats_are_captured_between_two_steps(worlds: DeviceWorlds):
 
 
 def capture_around_units(sizes: tuple[int, int, int]) -> list[str]:
-    """What is said to a graph around the model, one around a unit's forward, torch's graphed
-    callables of a unit, and of a layer within one."""
+    """What is said to a graph and to torch's graphed callables of a layer within a unit, to a graph
+    around the model, one around a unit's forward, to graphed callables of a unit; and to shard() of
+    models with captured parts."""
     model = new_toy()
     said: list[str] = []
     tokens = toy_batch(0, 0, dist.get_rank()).to(device_of_rank())
@@ -501,24 +502,47 @@ def capture_around_units(sizes: tuple[int, int, int]) -> list[str]:
     block = model.blocks[0]
     inner = next(part for part in block.modules() if isinstance(part, nn.Linear))
     sample = torch.zeros(4, inner.in_features, device=device_of_rank(), requires_grad=True)
+
+    def note(capture: Callable[[], object]) -> None:
+        try:
+            capture()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
     with shard(model, model.blocks, ShardSizes(*sizes), new_adamw):
-        for capture in (
-            lambda: captured(lambda: model(tokens)),
-            lambda: captured(lambda: block(hidden)),
-            lambda: torch.cuda.make_graphed_callables(block, (hidden,)),
-            lambda: torch.cuda.make_graphed_callables(inner, (sample,)),
-        ):
-            try:
-                capture()
-                said.append("nothing")
-            except Exception as error:
-                said.append(str(error))
+        note(lambda: captured(lambda: inner(sample)))
+        note(lambda: torch.cuda.make_graphed_callables(inner, (sample,)))
+        torch.cuda.synchronize()  # it was left in the middle
+        note(lambda: captured(lambda: model(tokens)))
+        note(lambda: captured(lambda: block(hidden)))
+        note(lambda: torch.cuda.make_graphed_callables(block, (hidden,)))
+    for keep in (
+        lambda model: torch.cuda.make_graphed_callables(model.blocks[1], (hidden,)),
+        lambda model: torch.cuda.make_graphed_callables(model.blocks[1].norm, (hidden,)),
+        lambda model: setattr(model.blocks[1], "kept", {"graphs": [captured(lambda: hidden * 2)]}),
+        lambda model: setattr(
+            model.blocks[1],
+            "kept",
+            torch.cuda.make_graphed_callables(model.blocks[1].norm.forward, (hidden,)),
+        ),
+    ):
+        model = new_toy()
+        keep(model)
+        note(partial(shard, model, model.blocks, ShardSizes(*sizes), new_adamw))
     return said
 
 
-def test_graphs_around_units_of_the_library_are_refused_by_name(worlds: DeviceWorlds):
-    [model, block, graphed, inner], _ = worlds.run(capture_around_units, 2, (2, 2, 2), timeout_s=90)
-    for line in (model, block):
-        assert "is called while a CUDA graph is captured" in line and "\n" not in line
-    assert "must not have hooks" in graphed
-    assert inner != "nothing"
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2)])
+def test_graphs_around_units_of_the_library_are_refused_by_name(worlds: DeviceWorlds, sizes):
+    for said in worlds.run(capture_around_units, 2, sizes, timeout_s=90):
+        *inner, model, block, graphed = said[:5]
+        for line in (model, block):
+            assert "is called while a CUDA graph is captured" in line and "\n" not in line
+        assert "must not have hooks" in graphed
+        for line in inner:
+            assert line.startswith("ConfigurationError: blocks.0.up.weight") and "\n" not in line
+        assert len(said) == 9
+        for line in said[5:]:
+            assert line.startswith("ConfigurationError: blocks.1") and "\n" not in line
+            assert "has a captured graph, which reads parameters where they lie now" in line
