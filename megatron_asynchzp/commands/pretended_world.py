@@ -5,6 +5,7 @@ validation.
 """
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -29,6 +30,7 @@ from megatron_asynchzp.mcore.process import platform
 
 # Megatron asks more of the environment (CUDA_DEVICE_MAX_CONNECTIONS) of Hopper and older.
 _CAPABILITY = (9, 0)
+_TRANSFORMER_ENGINE = "2.20.0"  # the latest whose Python the tests run
 
 _WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -45,13 +47,21 @@ class NotValidated(ConfigurationError):
 
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
-    """What Megatron asks torch.cuda while it validates."""
+    """What Megatron asks torch.cuda, and of Transformer Engine, while it validates."""
+    from megatron.core import utils
+    from packaging.version import Version
+
     properties = SimpleNamespace(major=_CAPABILITY[0], minor=_CAPABILITY[1])
-    with mock.patch.multiple(
-        torch.cuda,
-        device_count=lambda: 1,
-        get_device_properties=lambda *_: properties,
-        get_device_capability=lambda *_: _CAPABILITY,
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    engine = utils.get_te_version() if has_engine else Version(_TRANSFORMER_ENGINE)
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            device_count=lambda: 1,
+            get_device_properties=lambda *_: properties,
+            get_device_capability=lambda *_: _CAPABILITY,
+        ),
+        mock.patch.object(utils, "_te_version", engine),
     ):
         yield
 
