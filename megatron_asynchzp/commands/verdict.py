@@ -16,7 +16,7 @@ from megatron_asynchzp.commands.stages import held_nbytes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import planned
 from megatron_asynchzp.mcore.flags import checks, command_line
-from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, Normalisation
+from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
 from megatron_asynchzp.mcore.flags.refusals import Refused
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -59,7 +59,7 @@ class Verdict:
     def changed(self) -> list[Normalisation]:
         """The rules that change something."""
         named = {line.partition(" = ")[0] for line in self.logged}
-        return [rule for rule in NORMALISATIONS if rule.name in named]
+        return [rule for rule in (*NORMALISATIONS, *OVERLAP) if rule.name in named]
 
     @property
     def lost(self) -> list[Normalisation]:

@@ -25,6 +25,7 @@ from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.differences import called_by_megatron
 from megatron_asynchzp.mcore.low_precision import forget_copies, send_codes
+from megatron_asynchzp.mcore.schedule_plan import tell_of_parts
 from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import (
     broadcast_from_first_rank,
@@ -104,6 +105,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         except ConfigurationError as error:
             raise ConfigurationError(f"--asynchzp-memory-in-flight-gb: {error}") from error
         _give_gradients_to_autograd(module)
+        if config.overlap_moe_expert_parallel_comm:
+            tell_of_parts(module, self.runtime)
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
         self._provide_main_grads()

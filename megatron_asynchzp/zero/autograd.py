@@ -28,6 +28,7 @@ from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.calls import attach_call_hooks, called, hooks_of_call, wrap_calls
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import NO_GRAPHS, Answer, new_guarded_class
+from megatron_asynchzp.zero.part import Part
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler, StepState
@@ -44,11 +45,13 @@ class _MicroBatch:
     kind: see StepScheduler.meet;
     calls: of a unit's modules in this forward; depth: how many of them have not returned;
     started_backward: units whose gradients are not on their way yet; reduced: those whose gradients
-    are, in this backward; read_within: see [Note: backward within a forward]; compute_marks: when
-    the computation of (direction, unit) began, for a captured trace.
+    are, in this backward; read_within: see [Note: backward within a forward]; part: units of the
+    part that runs, None outside of parts; compute_marks: when the computation of (direction, unit)
+    began, for a captured trace.
     """
 
     in_backward: bool = False
+    part: frozenset[HZPUnit] | None = None
     kind: str = "training"
     calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
@@ -166,6 +169,14 @@ class HZPRuntime(StepScheduler):
 
         setattr(module, name, call)
 
+    def part(self, units: Sequence[HZPUnit], completes: Sequence[HZPUnit] = ()) -> Part:
+        """A part of the model's work that is run by hand, instead of by a call of its modules.
+
+        units: whose parameters it reads, in forward or in backward.
+        completes: those of `units` to whose gradients nothing adds after its backward.
+        """
+        return Part(weakref.proxy(self), list(units), list(completes))
+
     @contextmanager
     def rehearsing(self) -> Generator[None]:
         """Around the capture of CUDA graphs of the modules whose units have a seat, between two
@@ -253,6 +264,45 @@ class HZPRuntime(StepScheduler):
         if not self._batch.in_backward and not torch.is_grad_enabled():
             self.rest()
 
+    @property
+    def is_in_part(self) -> bool:
+        """Whether a part runs, which says itself when its backward begins and is done."""
+        return self._batch.part is not None
+
+    @contextmanager
+    def part_forward(self, units: list[HZPUnit]) -> Generator[None]:
+        """Around the forward of a part that needs `units`."""
+        self._batch.part = frozenset(units)
+        try:
+            self.before_forward(units)
+            yield
+        finally:
+            self.after_forward(units)
+            self._batch.part = None
+
+    @contextmanager
+    def part_backward(self, units: list[HZPUnit]) -> Generator[None]:
+        """Around the backward of a part that needs `units`."""
+        batch = self._batch
+        batch.part, batch.in_backward = frozenset(units), True
+        try:
+            for unit in units:
+                self._unshard(unit)
+                if unit.overwrites_main_grads is not None:
+                    self.reductions.provide(unit)
+            self._mark_compute("backward", units)
+            yield
+            self._note_compute("backward", units)
+            for unit in units:
+                self._release(unit)
+        finally:
+            batch.part, batch.in_backward = None, False
+
+    def complete(self, units: list[HZPUnit]) -> None:
+        """Nothing adds to the gradients of `units` any more, in this micro-batch."""
+        for unit in units:
+            self._reduce(unit)
+
     def before_forward(self, units: list[HZPUnit]) -> None:
         """A module that needs `units` is called."""
         # First what after_forward undoes, then what can fail.
@@ -271,7 +321,9 @@ class HZPRuntime(StepScheduler):
             self.state = StepState.COLLECTING
         for unit in units:
             unit.refuse_other_grid()
-            if not batch.in_backward:
+            if batch.part is not None and unit not in batch.part:
+                raise RuntimeError(f"{unit.name} is called in a part that does not name it")
+            if not batch.in_backward and batch.part is None:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
                 if calls > 1:
                     self._note_second_call(unit)

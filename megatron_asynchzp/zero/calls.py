@@ -22,9 +22,13 @@ class Engine(Protocol):
     """What hears of the calls of modules that need `units`.
 
     is_rehearsing: whether calls are captured into a graph, and are none of a step.
+    is_in_part: whether a part runs, which says itself when its backward begins and is done.
     """
 
     is_rehearsing: bool
+
+    @property
+    def is_in_part(self) -> bool: ...
 
     def before_forward(self, units: list[HZPUnit]) -> None: ...
     def after_forward(self, units: list[HZPUnit]) -> None: ...
@@ -184,12 +188,15 @@ def hooks_of_call(
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
         calls.append(_Call(runtime, units))
         runtime.before_forward(units)
-        return calls[-1].watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+        return calls[-1].watch_inputs(args, kwargs) if is_watched() else (args, kwargs)
 
     def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         call = calls.pop()
         runtime.after_forward(units)
-        if torch.is_grad_enabled():
+        if is_watched():
             call.watch_output(output)
+
+    def is_watched() -> bool:
+        return torch.is_grad_enabled() and not runtime.is_in_part
 
     return pre_forward, post_forward

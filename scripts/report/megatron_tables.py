@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
-from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS
+from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
 from megatron_asynchzp.mcore.patch import Patch
@@ -57,7 +57,8 @@ def _shared(rows: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
 
 def tables() -> dict[str, list[str]]:
     """The lines of every table, by the name in its marker."""
-    switched_off = _shared((f"`{r.name}`", str(r.value), r.reason) for r in NORMALISATIONS)
+    rules = (*NORMALISATIONS, *OVERLAP)
+    switched_off = _shared((f"`{r.name}`", str(r.value), r.reason) for r in rules)
     patches = _shared((f"`{p.target}`", f"`{_file_of(p)}`") for p in PATCHES)
     return {
         "flags": _flags(add_asynchzp_arguments),

@@ -205,7 +205,9 @@ def _datasets(num_samples: Any, vp_stage: int | None = None) -> tuple:
 _datasets.is_distributed = True  # every tensor parallel rank reads its own copy: no broadcast
 
 
-def _forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
+def _forward_step(
+    data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple:
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
@@ -216,7 +218,8 @@ def _forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
     is_edge = [get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process")]
     if not any(is_edge):
         batch = dict.fromkeys(batch)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    call: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = call(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
 
 
@@ -271,9 +274,9 @@ def on_device(uses_te: bool = False) -> Iterator[None]:
                 setattr(args, name, value)
         return []
 
-    def forward_on_device(batches: Iterator, model: torch.nn.Module) -> tuple:
+    def forward_on_device(batches: Iterator, model: torch.nn.Module, **options: Any) -> tuple:
         batch = {name: value.cuda() for name, value in next(batches).items()}
-        return forward_step(iter([batch]), model)
+        return forward_step(iter([batch]), model, **options)
 
     with (
         mock.patch.multiple(cpu_platform, install=lambda: None, apply_cpu_defaults=choose),

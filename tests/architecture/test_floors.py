@@ -25,8 +25,8 @@ FLOORS = {
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
     "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2315, "commands": 2525,
-    "cpu_platform": 1050, "failure": 900, "hf": 2830, "library": 2660, "mcore": 9042,
-    "planner": 3896, "sharding": 1775, "zero": 4301, "beside the rooms": 1010,
+    "cpu_platform": 1050, "failure": 900, "hf": 2830, "library": 2660, "mcore": 9195,
+    "planner": 3896, "sharding": 1775, "zero": 4410, "beside the rooms": 1010,
 }
 # Within the library.
 LIBRARY = {
@@ -41,7 +41,7 @@ ADAPTER = {
     "differences": 1, "whole_tensors": 2, "checkpoint": 1, "attention": 1, "process": 1,
     "replicas": 2, "planned": 1, "settings": 1,
     "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
-    "data_parallel": 3, "start_table": 4, "muon": 4, "early_update": 4,
+    "schedule_plan": 2, "data_parallel": 3, "start_table": 4, "muon": 4, "early_update": 4,
     "optimizer": 5,
     "patches": 6, "startup": 7, "adaptor": 8,
 }

@@ -198,6 +198,17 @@ def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name
     assert ("quantised copies of weights" in ours.log) == (ours.counted > 0)
 
 
+def test_weight_gradients_that_come_late_in_the_overlapped_schedule_are_stocks(
+    te_worlds: DeviceWorlds,
+):
+    line = [*BASE, *RECIPES["bf16"], *GROUPED_EXPERTS, "--expert-model-parallel-size", "2"]
+    line += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--train-iters", "3"]
+    stock, ours = te_worlds.run(train_two, 2, line, size_flags((2, 2, 2)), timeout_s=590)[0]
+    assert "delay_wgrad_compute = False" not in ours.log
+    assert len({loss for loss, _ in stock.steps}) == 3
+    assert equal(ours.steps, stock.steps)
+
+
 def saved_and_resumed(base: Sequence[str], folder: str) -> list[Run]:
     """A whole run; one that saves after two steps; and three that go on from there: with the same
     sizes, with others, and stock."""

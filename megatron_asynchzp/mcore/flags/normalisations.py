@@ -10,6 +10,7 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.refusals import captures_layers
 
 
 def can_fuse_grads() -> bool:
@@ -58,10 +59,6 @@ _BUFFERS = (
     "the buffers of Megatron's wrapper are not used; collectives take the GPU's cores and memory "
     "that registered ones would spare"
 )
-_PARTS = (
-    "a layer is computed as one, because its parts have no hooks that gather and reduce; the "
-    "all-to-all of experts is waited for"
-)
 
 _BF16 = (
     "the values are the same; parameters are held and gathered in bf16, 2 bytes each instead of 1"
@@ -95,11 +92,9 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "fused_weight_gradient_mlp_cuda; without them the engine does, in fp32", can_fuse_grads),
     ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", False,
      "the gradient of the output layer is reduced in each micro-batch, like the others", *_LOST),
-    ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False, _PARTS,
-     *_LOST),
-    ("--delay-wgrad-compute", "delay_wgrad_compute", False, _PARTS, *_LOST),
     ("--overlap-dispatch-backward-with-experts-wgrad",
-     "overlap_dispatch_backward_with_experts_wgrad", False, _PARTS, *_LOST),
+     "overlap_dispatch_backward_with_experts_wgrad", False,
+     "the gradients of the experts are reduced where their backward ends", *_LOST),
     ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
      "fused operations would hold references to parameters outside their modules; a layer runs "
      "more kernels", *_LOST),
@@ -128,6 +123,47 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
 # fmt: on
 NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 
+_PLANS = "megatron.core.models.common.fine_grained_callables"
+BESIDE_OVERLAP: tuple[tuple[str, Callable[[Namespace], Any]], ...] = (
+    ("--cuda-graph-impl transformer_engine", captures_layers),
+    ("--fp8-format", lambda args: args.fp8),
+    ("--fp4-format", lambda args: getattr(args, "fp4", None)),
+    ("--fp16", lambda args: args.fp16),
+    ("--context-parallel-size", lambda args: args.context_parallel_size > 1),
+    ("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"),
+    ("--moe-latent-size", lambda args: getattr(args, "moe_latent_size", None)),
+    ("--hybrid-layer-pattern", lambda args: getattr(args, "hybrid_layer_pattern", None)),
+    ("--recompute-granularity", lambda args: args.recompute_granularity),
+    ("--optimizer muon", lambda args: "muon" in args.optimizer),
+    ("megatron-core before 0.19", lambda args: not find_spec(_PLANS)),
+)
+"""Flags with which the overlapped schedule has not been tested on sharded parameters."""
+
+
+_UNTESTED = f"it has not been tested beside {', '.join(what for what, _ in BESIDE_OVERLAP)}"
+# fmt: off
+OVERLAP = (
+    Normalisation("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False,
+                  _UNTESTED, *_LOST),
+    Normalisation("--delay-wgrad-compute", "delay_wgrad_compute", False, _UNTESTED, *_LOST),
+)
+# fmt: on
+"""Get their values beside what BESIDE_OVERLAP has: a layer is computed as one there."""
+
+
+def _leave_overlap(args: Namespace) -> list[str]:
+    found = next((what for what, is_asked in BESIDE_OVERLAP if is_asked(args)), None)
+    lines: list[str] = []
+    if found is None or not args.overlap_moe_expert_parallel_comm:
+        return lines
+    for rule in OVERLAP:
+        if _breaks(args, rule):
+            setattr(args, rule.name, rule.value)
+            lines.append(
+                f"{rule.name} = False: it has not been tested beside {found} ({rule.flag})"
+            )
+    return lines
+
 
 def normalize_args(args: Namespace) -> list[str]:
     """Give each argument of NORMALISATIONS its value; return one line for each that changed."""
@@ -148,12 +184,17 @@ def normalize_args(args: Namespace) -> list[str]:
             "optimizer = muon: its state is sharded by --asynchzp-optim-shard-size "
             "(--optimizer dist_muon)"
         )
-    if args.cuda_graph_impl == "transformer_engine" and args.gradient_accumulation_fusion:
-        args.gradient_accumulation_fusion = False
-        lines.append(
-            "gradient_accumulation_fusion = False: the engine adds up, in fp32, what a captured "
-            "graph leaves of gradients (--cuda-graph-impl)"
-        )
+    lines += _leave_overlap(args)
+    for is_asked, what, flag in (
+        (args.cuda_graph_impl == "transformer_engine", "a captured graph", "cuda-graph-impl"),
+        (args.overlap_moe_expert_parallel_comm, "a part of a layer", OVERLAP[0].flag[2:]),
+    ):
+        if is_asked and args.gradient_accumulation_fusion:
+            args.gradient_accumulation_fusion = False
+            lines.append(
+                f"gradient_accumulation_fusion = False: the engine adds up, in fp32, what {what} "
+                f"leaves of gradients (--{flag})"
+            )
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself

@@ -348,6 +348,7 @@ def fused_amax_and_scale_update_after_reduction(
 # ---- products
 
 
+@torch.no_grad()  # late weight gradients come outside of backward, and no kernel is recorded
 def generic_gemm(
     a: Any,
     transa: bool,
@@ -395,6 +396,7 @@ def generic_gemm(
     return found, bias_grad, gelu_in, None
 
 
+@torch.no_grad()
 def te_general_grouped_gemm(
     a: Sequence[Any],
     transa: bool,

@@ -10,6 +10,7 @@ from megatron_asynchzp.mcore.flags import normalisations
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
 from megatron_asynchzp.mcore.flags.normalisations import (
     NORMALISATIONS,
+    OVERLAP,
     normalize_args,
     refuse_changes,
 )
@@ -41,6 +42,29 @@ def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, val
     assert sum(one.startswith(f"{name} = {value}: ") for one in normalize_args(args)) == 1
     assert getattr(args, name) == value
     assert f"{name} = " not in " ".join(normalize_args(plain))
+
+
+@pytest.mark.parametrize(
+    "line, beside",
+    [
+        ("", None),
+        ("--recompute-granularity selective", "--recompute-granularity"),
+        ("--fp8-format hybrid", "--fp8-format"),
+        ("--context-parallel-size 2", "--context-parallel-size"),
+        ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl transformer_engine"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex"),
+        ("--optimizer muon", "--optimizer muon"),
+    ],
+)
+def test_the_overlapped_schedule_is_left_by_name_beside_what_it_was_not_tested_with(
+    parse, line, beside
+):
+    names = [rule.name for rule in OVERLAP]
+    args = parse(f"--overlap-moe-expert-parallel-comm --delay-wgrad-compute {line}")
+    found = [one for one in normalize_args(args) if one.split()[0] in names]
+    assert [getattr(args, name) for name in names] == [beside is None] * 2
+    assert len(found) == (0 if beside is None else 2)
+    assert all(f"has not been tested beside {beside} (--" in one for one in found)
 
 
 INSTALLATIONS = [

@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a model chunk where Megatron runs the backward of one micro-batch beside the forward
+of the next (--overlap-moe-expert-parallel-comm): which parameters each part needs."""
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.part import Part
+
+
+def tell_of_parts(module: nn.Module, runtime: HZPRuntime) -> None:
+    """Let each schedule plan of the models in `module` tell `runtime` when its parts run."""
+    for model in module.modules():
+        if hasattr(model, "build_schedule_plan"):
+            _wrap_plans(model, runtime)
+
+
+def _wrap_plans(model: Any, runtime: HZPRuntime) -> None:
+    build = model.build_schedule_plan
+    unit_of = {param: unit for unit in runtime.units for param in unit.params}
+
+    @wraps(build)
+    def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
+        plan = build(*args, **kwargs)
+        seen: dict[Any, None] = {}
+        # In the order of forward; so nothing adds to a gradient after the first part with its unit.
+        for node, params, late in _needs(plan, model):
+            units = list(dict.fromkeys(unit_of[param] for param in params))
+            all_units = dict.fromkeys([*units, *(unit_of[param] for param in late)])
+            _join(node, runtime.part(units, [unit for unit in all_units if unit not in seen]))
+            seen |= all_units
+        return plan
+
+    model.build_schedule_plan = build_schedule_plan
+
+
+_Params = list[nn.Parameter]
+
+
+def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params]]:
+    """Each node of a schedule plan that computes with parameters, these, and those that another
+    stream computes with later in its layer: gradients are complete on the stream that computes,
+    which the autograd engine lets wait for the other one."""
+    embedding = _params(getattr(model, "embedding", None))
+    final_norm = _params(model.decoder.final_layernorm)
+    if model.pre_process:
+        yield plan.pre_process, embedding, []
+    for index in range(plan.num_layers()):
+        nodes = plan.get_layer(index)
+        outer, combine = nodes.layer, nodes.moe_combine
+        inner = getattr(outer, "mtp_model_layer", outer)  # of multi-token prediction
+        is_predicting, has_experts = inner is not outer, inner.is_moe_layer
+        experts = _params(inner.mlp.experts) if has_experts else []
+        others = [param for param in outer.parameters() if param not in set(experts)]
+        is_last = has_experts and combine.is_last_layer and not is_predicting
+        combined = final_norm if is_last else []
+        first = [*others, *embedding] if is_predicting else others
+        yield nodes.pre_dispatch_computation, first, combined
+        yield nodes.mlp, experts or others, []
+        if combined:
+            yield combine, combined, []
+        if is_predicting:
+            yield nodes.mtp_post_process, others, []
+    if model.post_process:
+        tied = model.shared_embedding_or_output_weight()
+        norm = [] if len(model.decoder.layers) else final_norm
+        output = [*_params(model.output_layer), *norm]
+        yield plan.post_process, output if tied is None else [*output, tied], []
+
+
+def _params(module: nn.Module | None) -> _Params:
+    return [] if module is None else list(module.parameters())
+
+
+def _join(node: Any, part: Part) -> None:
+    """Let `part` run when `node` does, on its stream."""
+    is_late = getattr(node, "delay_wgrad_compute", False)
+    late = node.bwd_dw_callables if is_late else []
+    if late:
+        node.bwd_dw_callables = [*late, _Completion(part)]
+    forward, backward = node.forward_func, node.backward_func
+
+    def run_forward(*inputs: Any) -> Any:
+        with part.forward():
+            return forward(*inputs)
+
+    def run_backward(*grads: Any) -> Any:
+        with part.backward():
+            made = backward(*grads)
+        if not late:
+            part.complete()
+        return made
+
+    node.forward_func, node.backward_func = run_forward, run_backward
+
+
+class _Completion:
+    """The last of what computes weight gradients late."""
+
+    def __init__(self, part: Part):
+        self.backward_dw = part.complete
+
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return ()

@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's overlapped schedule, which runs a layer in parts, trains on shards as in stock."""
+
+import pytest
+
+from scripts.testbed.differences import worst_difference
+from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, size_flags
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
+from tests.support.world import on_ranks
+
+# Without clipping, and without Adam, which makes a step of 1e-3 of a last bit of a tiny gradient.
+# fmt: off
+BASE = [*MIXTURE_OF_EXPERTS, "--bf16", "--overlap-moe-expert-parallel-comm", "--log-params-norm",
+        "--clip-grad", "1000", "--optimizer", "sgd", "--lr", "0.1", "--min-lr", "0.01"]
+TWO = ["--expert-model-parallel-size", "2"]
+LAYOUTS = {
+    "one micro-batch": (2, [*TWO, "--global-batch-size", "2"]),
+    "4 micro-batches": (2, [*TWO, "--global-batch-size", "8"]),
+    "dense layer, shared expert, one more token predicted": (2, [
+        *TWO, "--num-layers", "3", "--moe-layer-freq", "[0,1,1]", "--mtp-num-layers", "1",
+        "--moe-shared-expert-intermediate-size", "64", "--position-embedding-type", "rope"]),
+    "latent attention, released early": (2, [
+        *TWO, "--ep-overlap-early-attn-memory-release", "--multi-latent-attention",
+        "--position-embedding-type", "rope", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "16",
+        "--v-head-dim", "16", "--kv-lora-rank", "16"]),
+    "interleaved pipeline": (4, [
+        *TWO, "--num-layers", "4", "--pipeline-model-parallel-size", "2",
+        "--num-layers-per-virtual-pipeline-stage", "1"]),
+    "experts on 4 ranks": (4, ["--expert-model-parallel-size", "4"]),
+    "tensor parallel": (4, [*TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+}
+# fmt: on
+KEEP = ["--asynchzp-keep-params-gb", "0.01", "--asynchzp-keep-grads-gb", "0.01"]
+OURS = [
+    [*size_flags((1, 1, 1)), "--asynchzp-schedule", "inline"],
+    size_flags((1, 1, 2)),
+    [*size_flags((1, 2, 2)), "--asynchzp-early-update", "on"],
+    [*size_flags((2, 2, 2)), *KEEP],
+]
+
+
+def numbers_of(lines: list[list[str]]) -> list[tuple]:
+    runs = [run_pretrain(line) for line in lines]
+    return [(run.losses, run.grad_norms, run.params_norms) for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_norms_and_parameters_are_those_of_stocks_overlapped_schedule(name: str):
+    ranks, flags = LAYOUTS[name]
+    ours = OURS if ranks == 2 else OURS[3:]
+    stock_line = gpt_args("--train-iters", "6", *BASE, *flags)
+    lines = [stock_line, *([*stock_line, *more] for more in ours)]
+    stock, *found = on_ranks(numbers_of, ranks, lines, timeout_s=500)[0]
+    assert len(set(stock[0])) == 6
+    for numbers in found:
+        for mine, theirs in zip(numbers, stock, strict=True):
+            assert worst_difference(mine, theirs) < 1e-6
