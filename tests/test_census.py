@@ -120,15 +120,25 @@ def test_recipes_of_a_list_get_a_model_that_their_sizes_divide(tmp_path):
 @pytest.mark.slow
 def test_the_census_of_a_list_says_what_runs_as_it_is_weakened_and_refused(tmp_path):
     fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+    pipeline = ["--pipeline-model-parallel-size", "2"]
     cases = {
         "plain": ["--bf16"],
         "fp8": ["--bf16", *fp8],
         "fp8 gathers": ["--bf16", *fp8, "--fp8-param-gather"],
         "lossy fp8 gathers": ["--bf16", *fp8[:3], "delayed", "--fp8-param-gather"],
         "frozen": ["--bf16", "--freeze-all-layers"],
+        "offloaded": ["--bf16", "--cpu-offloading-num-layers", "1"],
+        "overlapped update": ["--bf16", *pipeline, "--overlap-param-gather-with-optimizer-step"],
+        "shards of weights": ["--bf16", "--tensor-parallel-num-weight-shards", "4"],
     }
     recipes = [
-        {"name": name, "hardware": "h100", "gpus": 8, "flags": flags, "vpp": None}
+        {
+            "name": name,
+            "hardware": "h100",
+            "gpus": 8,
+            "flags": flags,
+            "vpp": 2 if pipeline[0] in flags else None,
+        }
         for name, flags in cases.items()
     ]
     (path := tmp_path / "recipes.json").write_text(json.dumps(recipes))
@@ -143,4 +153,7 @@ def test_the_census_of_a_list_says_what_runs_as_it_is_weakened_and_refused(tmp_p
         "fp8 gathers": (None, []),
         "lossy fp8 gathers": (None, ["fp8_param_gather"]),
         "frozen": ("--freeze-all-layers", []),
+        "offloaded": (None, []),
+        "overlapped update": (None, []),
+        "shards of weights": (None, []),
     }

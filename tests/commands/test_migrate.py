@@ -41,7 +41,7 @@ COMMANDS = {
     EXPERTS + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute": "yes!",
     "--freeze-all-layers --use-distributed-optimizer": "no",
     "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer": "no",
-    "--cpu-offloading-num-layers 1 --main-grads-dtype bf16 --qk-clip": "no",
+    "--optimizer-cpu-offload --main-grads-dtype bf16 --qk-clip": "no",
     "--pipeline-model-parallel-size 3": "no",
     "--global-batch-size 9": "no",
     "--num-layrs 2": "no",
@@ -115,13 +115,10 @@ def test_its_verdict_is_what_a_real_start_says(run, flags):
 
 
 def test_every_refusal_is_named_and_the_rest_is_judged_without_them(run):
-    flags = "--cpu-offloading-num-layers 1 --qk-clip --use-distributed-optimizer --use-nccl-ub"
+    flags = "--optimizer-cpu-offload --qk-clip --use-distributed-optimizer --use-nccl-ub"
     status, out, _ = run("--", *launch_words(flags))
     assert status == migrate.EXIT_REFUSED
-    assert {line.split()[0] for line in refused(out)} == {
-        "--cpu-offloading-num-layers",
-        "--qk-clip",
-    }
+    assert {line.split()[0] for line in refused(out)} == {"--optimizer-cpu-offload", "--qk-clip"}
     assert "Switched off" in out and "Without what is refused: " in out
     assert "yours (distributed optimizer)  1, 1, 4" in out
 

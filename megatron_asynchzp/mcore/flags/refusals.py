@@ -269,7 +269,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--save-tokens-per-expert-interval 10",
         "--logits-save-dir logits",
     ),
-    *because(_FULL_TENSORS, _DROP, "--qk-clip"),
+    *because(
+        "between two steps it scales the rows of whole weights, of which a rank holds only a shard",
+        _DROP,
+        "--qk-clip",
+    ),
     *because(
         "inference reads whole parameters, of which a rank holds only a shard",
         _DROP_BOTH,
@@ -283,8 +287,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-single-grouped-bias",
     ),
     *because(
-        "the embedding and output weights are detached outside their modules, where they are not "
-        "gathered",
+        "the output weight is detached outside its module, where it is not gathered, and the heads "
+        "are clipped by a norm of their own",
         _DROP,
         "--mtp-detach-heads",
     ),
@@ -317,10 +321,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--skip-train",
     ),
     *because(
-        "its hooks on saved tensors would copy gathered parameters",
-        "use --recompute-granularity instead",
-        "--cpu-offloading-num-layers 1",
-        "--fine-grained-activation-offloading",
+        "it needs the operation fuser, which is switched off, and runs a step whose gradients have "
+        "been reduced again where its buffers overflow",
+        "use --fine-grained-activation-offloading or --recompute-granularity instead",
         "--moe-paged-stash",
     ),
     *because(

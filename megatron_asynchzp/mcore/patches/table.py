@@ -3,7 +3,14 @@
 """Every function that is replaced, in the order of the documentation."""
 
 from megatron_asynchzp.mcore.patch import Patch
-from megatron_asynchzp.mcore.patches import arguments, datasets, model, process, whole_tensors
+from megatron_asynchzp.mcore.patches import (
+    arguments,
+    datasets,
+    model,
+    offloading,
+    process,
+    whole_tensors,
+)
 from megatron_asynchzp.mcore.patches.checkpoint import CHECKPOINT_PATCHES
 
 PATCHES: tuple[Patch, ...] = (
@@ -22,6 +29,7 @@ PATCHES: tuple[Patch, ...] = (
     process.destroy_process_group,
     model.build_module,
     model.capture_layers,
+    offloading.offload_chunk,
     whole_tensors.calc_params_l2_norm,
     whole_tensors.check_param_hashes,
     whole_tensors.save_grads,
