@@ -38,7 +38,9 @@ COMMANDS = {
     "optim --use-nccl-ub --fsdp-manual-registration --fsdp-double-buffer": "yes!",
     "--use-torch-fsdp2 --ckpt-format torch_dcp --untie-embeddings-and-output-weights": "yes",
     "--tensor-parallel-num-weight-shards 2 --use-distributed-optimizer": "yes",
-    EXPERTS + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute": "yes!",
+    EXPERTS + "--overlap-moe-expert-parallel-comm --bf16 --transformer-impl local": "yes",
+    EXPERTS + "--overlap-moe-expert-parallel-comm --bf16 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1": "yes!",
     "--freeze-all-layers --use-distributed-optimizer": "no",
     "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer": "no",
     "--optimizer-cpu-offload --main-grads-dtype bf16 --qk-clip": "no",
