@@ -174,6 +174,11 @@ VARIANTS = {
 # fmt: on
 
 
+PREDICTED_AND_SHARED = (
+    "--mtp-num-layers 1 --position-embedding-type rope --moe-shared-expert-intermediate-size 64"
+)
+
+
 def train_two(line: Sequence[str], ours: Sequence[str]) -> list[Run]:
     return [train(line), train([*line, *ours])]
 
@@ -198,11 +203,13 @@ def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name
     assert ("quantised copies of weights" in ours.log) == (ours.counted > 0)
 
 
+@pytest.mark.parametrize("more", ["", PREDICTED_AND_SHARED], ids=["", "predicted, shared"])
 def test_weight_gradients_that_come_late_in_the_overlapped_schedule_are_stocks(
-    te_worlds: DeviceWorlds,
+    te_worlds: DeviceWorlds, more: str
 ):
     line = [*BASE, *RECIPES["bf16"], *GROUPED_EXPERTS, "--expert-model-parallel-size", "2"]
     line += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--train-iters", "3"]
+    line += more.split()
     stock, ours = te_worlds.run(train_two, 2, line, size_flags((2, 2, 2)), timeout_s=590)[0]
     assert "delay_wgrad_compute = False" not in ours.log
     assert len({loss for loss, _ in stock.steps}) == 3
