@@ -118,7 +118,9 @@ MISTAKES = {
     "a cluster that is not known": (
         uses("--asynchzp-param-shard-size auto --asynchzp-cluster h1000"), "h1000: No such file"),
     "two dtypes": (uses("--bf16 --fp16"), "--bf16 and --fp16 exclude each other"),
-    "weights in FP4": (uses("--fp4-format e2m1"), "--fp4-format is not supported"),
+    "FP4 by quantisers of one's own": (
+        uses("--fp4-format e2m1 --fp4-recipe custom --fp4-quantizer-factory a.b"),
+        "--fp4-recipe is not supported"),
     "a flag without its value": (
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
     "a size that does not divide": (

@@ -15,7 +15,14 @@ from megatron_asynchzp.mcore.low_precision import refuse_missing_te
 
 
 def asked(recipe: str | None, graphs: str = "none") -> Namespace:
-    return Namespace(fp8=recipe and "hybrid", fp8_recipe=recipe, cuda_graph_impl=graphs)
+    is_fp4 = recipe == "nvfp4"
+    return Namespace(
+        fp8=None if is_fp4 or not recipe else "hybrid",
+        fp8_recipe=recipe,
+        fp4="e2m1" if is_fp4 else None,
+        fp4_recipe="nvfp4",
+        cuda_graph_impl=graphs,
+    )
 
 
 def refusal(recipe: str | None = "tensorwise", graphs: str = "none") -> str:
@@ -23,6 +30,8 @@ def refusal(recipe: str | None = "tensorwise", graphs: str = "none") -> str:
         refuse_missing_te(asked(recipe, graphs))
     line = str(refused.value)
     what = f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else f"--cuda-graph-impl {graphs}"
+    if recipe == "nvfp4":
+        what = "--fp4-format e2m1 --fp4-recipe nvfp4"
     assert line.startswith(what) and "\n" not in line
     return line
 
@@ -36,7 +45,8 @@ def installed(monkeypatch):
             return lambda return_reason: (name in can, "" if name in can else f"no {name} here.")
 
         module = ModuleType("transformer_engine.pytorch")
-        for name in ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"):
+        kinds = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
+        for name in (f"is_{kind}_available" for kind in kinds):
             setattr(module, name, answer(name))
         monkeypatch.setitem(sys.modules, "transformer_engine", package := ModuleType("te"))
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
@@ -77,6 +87,7 @@ def test_a_transformer_engine_that_is_too_old_is_named_with_its_version(
         ("delayed", "is_fp8_available"),
         ("blockwise", "is_fp8_block_scaling_available"),
         ("mxfp8", "is_mxfp8_available"),
+        ("nvfp4", "is_nvfp4_available"),
     ],
 )
 def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, question):

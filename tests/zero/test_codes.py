@@ -102,7 +102,7 @@ def check_what_arrives(sizes: tuple, seeds: range) -> float:
 )
 def test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes(ranks, sizes):
     shares = run_ranks(check_what_arrives, ranks, sizes, range(40))
-    assert 0.5 <= min(shares) < 0.54
+    assert 0.5 <= min(shares) < 0.55
 
 
 def test_the_planner_counts_the_bytes_of_a_layer_within_one_percent():

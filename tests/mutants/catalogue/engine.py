@@ -148,10 +148,37 @@ MUTANTS = [
     ),
     Mutant(
         "captured-shape",
-        "a captured layer is replayed with the shape that it was captured with",
+        "a captured layer is replayed with the tensors that it was captured with",
         "zero/calls.py",
-        "if self.training and captured and shape not in captured:",
+        "if self.training and captured:",
         "if False:",
-        "tests/zero/test_seats.py::test_another_shape_than_was_captured_is_refused_in_one_line",
+        "tests/zero/test_seats.py::test_other_inputs_than_were_captured_are_refused_in_one_line",
+    ),
+    Mutant(
+        "codes-by-the-scale-of-one-rank",
+        "weights travel as codes by the scale of the whole weight",
+        "comm/codes.py",
+        "yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))",
+        "yield from ()",
+        (
+            "tests/zero/test_codes.py::"
+            "test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes"
+        ),
+    ),
+    Mutant(
+        "codes-read-as-weights",
+        "a layer that is called outside FP8 gets no codes",
+        "zero/autograd.py",
+        "unit.refuse_other_grid()",
+        "pass",
+        "tests/zero/test_codes.py::test_training_has_the_bits_of_gathers_in_bf16",
+    ),
+    Mutant(
+        "parts-never-complete",
+        "a unit that is run in parts is reduced when its part says so",
+        "zero/part.py",
+        "self.engine.complete(self.completes)",
+        "pass",
+        "tests/zero/test_parts.py::test_a_model_in_parts_has_the_gradients_of_its_calls_in_every_bit",
     ),
 ]
