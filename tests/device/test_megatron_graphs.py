@@ -14,7 +14,7 @@ from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import PIPELINE_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import RunRecord, Steps, on_device, run_pretrain
-from tests.device.test_transformer_engine import BASE, GROUPED_EXPERTS, RECIPES, env_of
+from tests.device.test_transformer_engine import BASE, CODES, GROUPED_EXPERTS, RECIPES, env_of
 
 pytestmark = pytest.mark.slow
 
@@ -139,9 +139,11 @@ def test_sharded_experts_within_a_graph_keep_their_bits(te_worlds: DeviceWorlds,
     compare(te_worlds, ["--bf16", *CAPACITY, *EXPERTS], sizes, [law], num_ranks=4)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
-def test_layers_that_compute_in_fp8_keep_their_bits(te_worlds: DeviceWorlds, recipe):
-    compare(te_worlds, RECIPES[recipe], (2, 2, 2), env=env_of(recipe))
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"])
+def test_layers_that_compute_in_fp8_and_fp4_keep_their_bits(te_worlds: DeviceWorlds, recipe):
+    """Gathered in FP8 where that changes no bit."""
+    codes = CODES if recipe == "tensorwise" else []
+    compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe))
 
 
 def test_interleaved_pipelines_keep_their_bits(te_worlds: DeviceWorlds):
