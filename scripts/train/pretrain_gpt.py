@@ -10,6 +10,7 @@ import megatron_asynchzp.mcore.adaptor  # noqa: F401  before Megatron: chooses p
 # isort: split
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from loss_checks import check_loss
@@ -58,13 +59,20 @@ def sum_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> tuple:
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
 
-def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """One micro-batch: the model's output, and the function that makes the loss of it."""
+def forward_step(
+    data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Callable]:
+    """One micro-batch: the model's output, and the function that makes the loss of it.
+
+    return_schedule_plan: in place of the output, by what --overlap-moe-expert-parallel-comm makes
+    it in parts.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
+    call: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = call(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
