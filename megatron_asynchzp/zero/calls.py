@@ -17,6 +17,8 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.tensors_within import tensors_within
 from megatron_asynchzp.zero.unit import HZPUnit
 
+_Inputs = dict[str, tuple[torch.dtype, torch.Size, bool]]
+
 
 class Engine(Protocol):
     """What hears of the calls of modules that need `units`.
@@ -120,7 +122,7 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
     no hook of torch hears of: a captured graph. Returns a handle, as torch's for a hook."""
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
-    captured: dict[str, str] = {}
+    captured: _Inputs = {}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if runtime.is_rehearsing:
@@ -135,28 +137,27 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
     return SimpleNamespace(remove=partial(setattr, module, "__class__", kind))
 
 
-def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
     """What a graph is captured for of each tensor that its layer is called with. The first one may
     come with a name or without."""
     found = [*tensors_within(args, "its inputs")]
     found += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
-    return {
-        name if index else "its first tensor": f"{one.dtype} {[*one.shape]}"
-        + " that needs a gradient" * one.requires_grad
-        for index, (name, one) in enumerate(found)
-    }
+    names = ["its first tensor", *(name for name, _ in found[1:])]
+    return {name: (one.dtype, one.shape, one.requires_grad) for name, (_, one) in zip(names, found)}
 
 
-def _refuse_other_inputs(unit: str, inputs: dict[str, str], captured: dict[str, str]) -> None:
+def _refuse_other_inputs(unit: str, inputs: _Inputs, captured: _Inputs) -> None:
     """Raise ConfigurationError where `inputs` are not those of the graph: a replay would expand and
     cast them, stop their gradients, or leave them out. Where it has one, its part of the layer
     takes no other."""
     for name, one in inputs.items():
-        known = captured.get(name, "none" if len(captured) > 1 else one)
-        if not known.startswith(one):
+        known = captured.get(name, None if len(captured) > 1 else one)
+        if known is None or known[:2] != one[:2] or known[2] < one[2]:
+            given, held = (f"{a[0]} {[*a[1]]}" + " that needs a gradient" * a[2] if a else "none"
+                           for a in (one, known))  # fmt: skip
             raise ConfigurationError(
-                f"{unit} is called with {name} of {one}, and its CUDA graph was captured with "
-                f"{known}: keep the micro-batch size, the sequence length and what layers are "
+                f"{unit} is called with {name} of {given}, and its CUDA graph was captured with "
+                f"{held}: keep the micro-batch size, the sequence length and what layers are "
                 "called with, or drop --cuda-graph-impl"
             )
 
