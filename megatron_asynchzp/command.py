@@ -35,7 +35,8 @@ COMMANDS = {
 
 
 def usage() -> str:
-    lines = [f"  {name:<9}  {command.purpose}" for name, command in COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(("usage: asynchzp COMMAND ... | --version", "", *lines, "")) + (
         "\nasynchzp COMMAND --help lists the options of a command.\n"
     )

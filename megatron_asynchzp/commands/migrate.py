@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_asynchzp.commands import deepspeed, plan_table
+from megatron_asynchzp.commands.exit_status import exit_status
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import command_line
-from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 
@@ -130,11 +130,7 @@ def _groups(found: "Verdict") -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        return run(argv)
-    except ConfigurationError as error:
-        print(f"megatron_asynchzp: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USAGE
+    return exit_status(run, argv)
 
 
 if __name__ == "__main__":

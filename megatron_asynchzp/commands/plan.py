@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.commands import plan_table
+from megatron_asynchzp.commands.exit_status import exit_status
 from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
-from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster
@@ -178,11 +178,7 @@ def _progress() -> Iterator[Progress]:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        return run(argv)
-    except ConfigurationError as error:
-        print(f"megatron_asynchzp: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USAGE
+    return exit_status(run, argv)
 
 
 if __name__ == "__main__":
