@@ -6,7 +6,7 @@ planner's formulas.
 
 import importlib.util
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_asynchzp.commands import pretended_world
@@ -19,7 +19,6 @@ from megatron_asynchzp.mcore.planned import costing_of, naming_the_flag, shard_s
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 
 @dataclass(frozen=True)
@@ -132,20 +131,16 @@ def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, fl
     where they are not added up in fp32."""
     sizes = held_sizes(args, sharding_group_size(args))
     grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else costing.model.itemsize
-    return held_nbytes(costing, sizes, index, grad, args.main_params_dtype.itemsize)
+    held = costing.with_sizes(sizes)
+    return held_nbytes(held, index, grad, args.main_params_dtype.itemsize)
 
 
 def held_nbytes(
-    costing: Costing,
-    sizes: ShardSizes,
-    index: int,
-    grad: int = FP32_NBYTES,
-    main: int = FP32_NBYTES,
+    costing: Costing, index: int, grad: int = FP32_NBYTES, main: int = FP32_NBYTES
 ) -> dict[str, float]:
-    """At rest on a rank of pipeline stage `index`, by state, with these sizes in place of the
-    plan's. grad, main: bytes of an element of gradients and of main parameters."""
-    held = replace(costing, plan=replace(costing.plan, sizes=sizes), known={})
-    found = held.states_by_formula(index)
+    """At rest on a rank of pipeline stage `index`, by state. grad, main: bytes of an element of
+    gradients and of main parameters."""
+    found = costing.states_by_formula(index)
     found["main_grad"] *= grad / FP32_NBYTES
     found["main_param"] *= main / FP32_NBYTES
     return found

@@ -153,10 +153,10 @@ def shardings(
     found = []
     for title, sizes in rows:
         is_ours, sizes = title != "yours", replace(sizes, cuts=()).with_short_axes(on_node)
-        one = replace(costing, plan=replace(costing.plan, sizes=sizes), known={})
+        one = costing.with_sizes(sizes)
         grad = 2 if given.grad_reduce_in_bf16 and not is_ours else 4
         stages = range(one.plan.parallel.pp)
-        at_rest = max(sum(held_nbytes(one, sizes, i, grad, 4).values()) for i in stages)
+        at_rest = max(sum(held_nbytes(one, i, grad).values()) for i in stages)
         scheme = Candidate(one).scheme
         is_timed = cluster is not None and one.has_room and (is_ours or scheme)
         step_s = one.step().step_s if is_timed else None

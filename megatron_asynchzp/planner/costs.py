@@ -253,6 +253,10 @@ class Costing:
         lanes = (self.work(kind, unit) for kind in (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC))
         return UnitCost(unit.name, forward_s, backward_s, *lanes)
 
+    def with_sizes(self, sizes: ShardSizes) -> "Costing":
+        """Of the same plan with other sizes. It shares nothing that was computed."""
+        return replace(self, plan=replace(self.plan, sizes=sizes), known={})
+
     def work(self, kind: int, unit: Unit) -> list[Transfer]:
         """Of one operation on `unit`, one after the other."""
         if unit.numel == 0:
@@ -268,17 +272,13 @@ class Costing:
 
     def communication(self, stage: int) -> list[dict[int, list[Transfer]]]:
         """Of each unit of a stage, by kind of operation."""
-        known: dict[tuple[int, str, str], dict[int, list[Transfer]]] = {}
-
-        def key_of(unit: Unit) -> tuple[int, str, str]:
-            return unit.aligned_numel, unit.group, unit.kind
-
-        for unit in self.units[stage]:
-            key = key_of(unit)
-            if key not in known:
-                kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
-                known[key] = {kind: self.work(kind, unit) for kind in kinds}
-        return [known[key_of(unit)] for unit in self.units[stage]]
+        kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
+        keys = [(unit.aligned_numel, unit.group, unit.kind) for unit in self.units[stage]]
+        units = dict(zip(keys, self.units[stage], strict=True))
+        known = {
+            key: {kind: self.work(kind, unit) for kind in kinds} for key, unit in units.items()
+        }
+        return [known[key] for key in keys]
 
     def optimizer_s(self, stage: int) -> float:
         """Of a step."""

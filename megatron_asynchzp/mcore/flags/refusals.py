@@ -116,7 +116,7 @@ def _other_dtype_than_fp32(example: str) -> Refusal:
 
 def _fp8(example: str, is_asked: Callable[[Namespace], bool], condition: str) -> Refusal:
     """Refused with the first flag of `example`, of FP8 or FP4, where `is_asked` is true."""
-    name = example[2:5]
+    name = argument_of(example).removesuffix("_format")
     return Refusal(example, lambda args: bool(getattr(args, name) and is_asked(args)), condition)
 
 
