@@ -5,14 +5,19 @@ more: the run ends with a line on every rank, and the next one goes on from the 
 """
 
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER, choose_checkpoint
+from megatron_asynchzp.mcore.patches.checkpoint import write_item
 from tests.support.launches import Ended, Launch
 from tests.test_launch import TOY
 
@@ -107,3 +112,23 @@ def test_a_disk_that_is_full_at_any_byte_of_a_save_costs_that_save_alone(
         line = f"--save {disk.folder}: {disk.folder} cannot be written to; name another folder"
         assert rank.status == 2 and f"megatron_asynchzp: {line}" in rank.own_lines
     disk.set("rw")
+
+
+@pytest.mark.parametrize("limit", [0, 100, 600, 1000, 4096, 5000])
+def test_what_keeps_a_tensor_from_being_written_is_named_at_any_byte(tmp_path: Path, limit: int):
+    """torch's own error names the byte of its archive at which it stopped."""
+    item = SimpleNamespace(
+        type=filesystem.WriteItemType.TENSOR, index=None, tensor_data=SimpleNamespace(size=None)
+    )
+    transforms = filesystem._StorageWriterTransforms()
+    kind = filesystem.SerializationFormat.TORCH_SAVE
+    original = getattr(filesystem._write_item, "__wrapped__", filesystem._write_item)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # as a full disk: EFBIG
+    try:
+        with (tmp_path / "file").open("wb", buffering=0) as stream:
+            with pytest.raises(OSError, match="File too large"):
+                data = torch.zeros(2000)
+                write_item.call(original, transforms, stream, data, item, "file", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

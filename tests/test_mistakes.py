@@ -209,6 +209,12 @@ MISTAKES = {
         uses("--data-args-path absent.txt"), "--data-args-path absent.txt: no such file"),
     "listed data that is not there": (
         uses("--data-args-path listed.txt"), "--data-args-path absent: no dataset there"),
+    "a vocabulary that is not there": (
+        uses("--tokenizer-type GPT2BPETokenizer --vocab-file absent.json --merge-file file"),
+        "--vocab-file absent.json: no such file"),
+    "a tokenizer's model that is not there": (
+        uses("--tokenizer-type Llama2Tokenizer --tokenizer-model no/model"),
+        "--tokenizer-model no/model: no such file"),
     "data with its ending": (uses("--data-path good.bin"), "without .idx or .bin"),
     "half a dataset": (uses("--data-path half"), "half.bin missing"),
     "an empty index": (uses("--data-path 1.0 empty"), "empty.idx is empty"),

@@ -13,22 +13,22 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, report
 
 _PORT = 29400  # of a rendezvous that names none
+_ANSWERS_WITHIN_S = 5.0  # a call from this machine to itself
 
 
 def meet_or_exit(options: Sequence[str]) -> None:
-    """End the process with one line where `check_meeting` refuses; print its line otherwise."""
+    """End the process with one line where `check_meeting` refuses."""
     try:
-        if line := check_meeting(options):
-            print(f"megatron_asynchzp: {line}", flush=True)
+        check_meeting(options)
     except ConfigurationError as error:
         report(error)
         sys.exit(EXIT_USAGE)
 
 
-def check_meeting(options: Sequence[str]) -> str:
-    """A line on an address of another machine, which something may forward here; "" where there is
-    none. options: torchrun's. Raises ConfigurationError, one line, for a name that nobody knows, a
-    port that is no number or is in use, and devices to count that are not there."""
+def check_meeting(options: Sequence[str]) -> None:
+    """Raise ConfigurationError, one line, for a name that nobody knows, a port that is no number or
+    is in use, an address at which the first node is not found, and devices to count that are not
+    there. options: torchrun's."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in (("master-addr", "127.0.0.1"), ("master-port", "29500"),
                           ("node-rank", "0"), ("rdzv-backend", "static"), ("rdzv-endpoint", ""),
@@ -38,7 +38,7 @@ def check_meeting(options: Sequence[str]) -> str:
     known, _ = parser.parse_known_args(list(options))
     _count_devices(known.nproc_per_node)
     if known.standalone:
-        return ""
+        return
     is_static = known.rdzv_backend == "static"
     endpoint, flag = known.rdzv_endpoint, "--rdzv-endpoint"
     if is_static and not endpoint:
@@ -47,36 +47,40 @@ def check_meeting(options: Sequence[str]) -> str:
     if not (port.isdecimal() and int(port) < 2**16):
         raise ConfigurationError(f"{flag} {endpoint}: {port} is no port; give HOST and PORT")
     try:
-        places = socket.getaddrinfo(host or "localhost", int(port), type=socket.SOCK_STREAM)
+        socket.getaddrinfo(host or "localhost", int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigurationError(
             f"{flag} {host}: no machine of that name is known here ({error.strerror}); give the "
             "name or address of the node where the ranks meet"
         ) from error
-    is_first = is_static and known.node_rank == "0"
-    return _try(places[0], f"{flag} {host}", port) if is_first else ""
+    if is_static and known.node_rank == "0":
+        _try(host or "localhost", int(port), f"{flag} {host}")
 
 
-def _try(place: tuple, what: str, port: str) -> str:
-    """Listen where the first node will."""
-    family, kind, _, _, address = place
-    with socket.socket(family, kind) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind(address)
-            listening.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigurationError(
-                    f"{what}: port {port} is in use on this machine; give another --master-port, "
-                    "or on one node --standalone"
-                ) from error
-            if error.errno == errno.EADDRNOTAVAIL:
-                return (
-                    f"{what} is no address of this machine, where the first node waits for the "
-                    "ranks; unless something forwards it here, they never meet"
-                )
-    return ""
+def _try(host: str, port: int, what: str) -> None:
+    """Listen as the first node will, and call there as its ranks will, through what may forward
+    that address here."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        listening = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return
+        raise ConfigurationError(
+            f"{what}: port {port} is in use on this machine; give another --master-port, or on one "
+            "node --standalone"
+        ) from error
+    listening.settimeout(_ANSWERS_WITHIN_S)
+    try:
+        with listening, socket.create_connection((host, port), _ANSWERS_WITHIN_S):
+            listening.accept()[0].close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{what}: the first node waits on this machine, and a call to port {port} there does "
+            f"not arrive here ({error.strerror or error}); give the name or an address of this "
+            "machine"
+        ) from error
 
 
 def _count_devices(word: str) -> None:

@@ -114,6 +114,8 @@ def patch_megatron() -> None:
 
     Raises ConfigurationError for a Megatron that we do not know.
     """
+    if sys.stderr.isatty() and "megatron.training" not in sys.modules:
+        print(f"{_OURS}importing Megatron, which can take half a minute", file=sys.stderr)
     with _silence(), _without("wandb"), mock.patch.object(torch, "compile", _as_it_is):
         from megatron_asynchzp.mcore import startup
 
@@ -201,7 +203,14 @@ def _set_padded_vocabulary(args: Namespace) -> None:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     if args.tokenizer_type != "NullTokenizer":
-        build_tokenizer(args)
+        try:
+            build_tokenizer(args)
+        except Exception as error:
+            raise ConfigurationError(
+                f"--tokenizer-type {args.tokenizer_type}: Megatron cannot make it here "
+                f"({_one_line(error, '')[:200]}); give --vocab-file and --merge-file, or "
+                "--tokenizer-model, of files that are here"
+            ) from None
         return
     known = set(sys.modules)
     with _without("transformers"):  # which takes seconds, and a null tokenizer needs nothing of it

@@ -10,9 +10,11 @@ Exit status: 0; 2 with one line where the command line is refused.
 
 import sys
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
+from megatron_asynchzp.mcore.flags.checks import refuse_foreign_tokens
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 
 # What Megatron's own validation raises for a wrong command line; a parser exits, and so does the
@@ -33,10 +35,33 @@ def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> 
 
         on_cpu = ["--asynchzp-device", "cpu"] if reason_for_cpu(flags) else []
         stop = ["--asynchzp-dry-run", str(ranks)]
-        pretended_world.parse_script(script, [*flags, *on_cpu, *stop], ranks, ranks_per_node)
+        given = [*flags, *on_cpu, *stop]
+        args, _ = pretended_world.parse_script(script, given, ranks, ranks_per_node)
+        if args.use_asynchzp:
+            refuse_foreign_tokens(args)
+            _refuse_little_in_flight(script, args)
     except ConfigurationError as error:
         return str(error) if _is_of_the_command_line(error) else None
     return None
+
+
+def _refuse_little_in_flight(script: Path, args: Namespace) -> None:
+    """Raise ConfigurationError for a bound below what a step needs. Only Megatron's own scripts
+    build the model that the planner counts."""
+    if args.asynchzp_memory_in_flight_gb is None or script.name not in _COUNTED:
+        return
+    from megatron_asynchzp.mcore import planned
+
+    try:
+        costing = planned.costing_of(args)
+    except ConfigurationError:
+        return  # a layer of which the planner has no formula
+    with planned.naming_the_flag():
+        for stage in range(costing.plan.parallel.pp):
+            costing.stage_memory(stage)
+
+
+_COUNTED = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 
 
 def _is_of_the_command_line(error: ConfigurationError) -> bool:

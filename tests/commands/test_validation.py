@@ -34,6 +34,14 @@ def check() -> Iterator[Callable[..., Ended]]:
         ("--use-asynchzp --seq-length 64", "max_position_embeddings"),
         ("--use-asynchzp --lr abc", "--lr: invalid float value: 'abc'"),
         ("--use-asynchzp --freeze-all-layers", "--freeze-all-layers is not supported"),
+        (
+            "--use-asynchzp --asynchzp-memory-in-flight-gb 0.00001",
+            "--asynchzp-memory-in-flight-gb: memory in flight of 1e-05 GiB",
+        ),
+        (
+            "--use-asynchzp --tokenizer-type BertWordPieceCase",
+            "--tokenizer-type BertWordPieceCase: Megatron cannot make it here",
+        ),
     ],
 )
 def test_what_megatron_or_we_refuse_is_one_line(check, more, line):

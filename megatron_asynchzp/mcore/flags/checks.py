@@ -260,9 +260,67 @@ def refuse_missing_muon(args: Namespace) -> None:
         )
 
 
+def refuse_foreign_tokens(args: Namespace) -> None:
+    """Raise ConfigurationError for data with ids of which the model has no row: in a sample of each
+    dataset, in all of a small one. args: with padded_vocab_size."""
+    size = args.padded_vocab_size
+    if args.sft or args.mock_data or not size:
+        return
+    for flag, prefix in _dataset_prefixes(args):
+        if "://" in prefix:
+            continue
+        seen = _ids_seen(Path(prefix + ".idx"), Path(prefix + ".bin"))
+        if foreign := [one for one in seen if not 0 <= one < size]:
+            raise ConfigurationError(
+                f"{flag} {prefix}: it holds the token {foreign[-1]}, and the vocabulary has {size} "
+                "with its padding; give --tokenizer-type, --tokenizer-model or --vocab-size as "
+                "when it was made"
+            )
+
+
+def _ids_seen(index: Path, data: Path) -> list[int]:
+    """The smallest and the largest token of what is looked at."""
+    from numpy import dtype, memmap
+
+    with index.open("rb") as file:
+        kind = _TOKEN_DTYPES.get(file.read(len(_INDEX_HEADER) + 9)[-1])  # behind a version
+    number = data.stat().st_size // dtype(kind).itemsize if kind else 0
+    if not number:
+        return []
+    tokens = memmap(data, kind, "r", shape=(number,))
+    starts = range(0, number, max(_TOKENS_SEEN, number // _PLACES_SEEN))
+    seen = [tokens[start : start + _TOKENS_SEEN] for start in starts]
+    return [int(min(part.min() for part in seen)), int(max(part.max() for part in seen))]
+
+
+_TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # Megatron's codes
+_PLACES_SEEN, _TOKENS_SEEN = 64, 2**15
+
+
+def refuse_no_rank() -> None:
+    """Raise ConfigurationError for a process that is to train and that nothing made a rank."""
+    missing = [name for name in _OF_A_RANK if name not in os.environ]
+    if missing:
+        raise ConfigurationError(
+            f"{', '.join(missing)} not set: this process is no rank of a run; start it with "
+            "asynchzp launch --nproc-per-node N SCRIPT (or torchrun) on each node, also within srun"
+        )
+
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def _argument_files(args: Namespace) -> list[tuple[str, str]]:
     names = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")
+    names += ("vocab_file", "merge_file")
+    if args.tokenizer_type in _TOKENIZERS_OF_A_FILE:
+        names += ("tokenizer_model",)
     return [(_flag(name), getattr(args, name)) for name in names if getattr(args, name)]
+
+
+_TOKENIZERS_OF_A_FILE = (
+    "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer",
+)  # fmt: skip
 
 
 def _dataset_prefixes(args: Namespace) -> Iterable[tuple[str, str]]:

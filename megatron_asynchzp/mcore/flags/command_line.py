@@ -59,7 +59,8 @@ _MEGATRON_WORDS = {
     "tensorboard-dir": None, "non-persistent-ckpt-type": None,
     "non-persistent-local-ckpt-dir": None,
     "pretrained-checkpoint": None, "data-args-path": None, "per-split-data-args-path": None,
-    "per-dataset-sequences-path": None,
+    "per-dataset-sequences-path": None, "vocab-file": None, "merge-file": None,
+    "tokenizer-type": None, "tokenizer-model": None,
 }
 _MEGATRON_LISTS = (
     "data-path", "train-data-path", "valid-data-path", "test-data-path",

@@ -6,8 +6,15 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 
+import torch
+
 from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop, add_asynchzp_arguments
-from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args, refuse_yaml
+from megatron_asynchzp.mcore.flags.checks import (
+    confirm_args,
+    prepare_args,
+    refuse_no_rank,
+    refuse_yaml,
+)
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments, refuse_unsupported_attention
 from megatron_asynchzp.mcore.patch import replaces
 from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
@@ -36,6 +43,9 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     is_asynchzp = getattr(args, "use_asynchzp", False)
     if getattr(args, "use_pasa_attention", False):
         refuse_unsupported_attention(args)
+    is_rehearsed = getattr(args, "asynchzp_dry_run", None) is not None
+    if is_asynchzp and not is_rehearsed and not torch.distributed.is_initialized():
+        refuse_no_rank()
     lines = prepare_args(args) if is_asynchzp else []
     lines += apply_platform_defaults(args)
     result = original(args, defaults)
@@ -48,6 +58,6 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     if args.rank == 0:
         for line in lines:
             print(f"megatron_asynchzp: {line}", flush=True)
-    if getattr(args, "asynchzp_dry_run", None) is not None:
+    if is_rehearsed:
         raise DryRunStop(args)
     return result

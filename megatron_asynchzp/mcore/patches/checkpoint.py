@@ -170,6 +170,22 @@ def get_filesystem_reader(original: Callable, *args: Any, **options: Any) -> Any
 
 
 @replaces(
+    "torch.distributed.checkpoint.filesystem._write_item",
+    "transforms stream data write_item storage_key serialization_format",
+    why="a full disk is called one: torch's archive names the byte at which it stopped",
+    drop_when="torch raises what its stream raised",
+)
+def write_item(original: Callable, *args: Any, **options: Any) -> Any:
+    try:
+        return original(*args, **options)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from None
+
+
+@replaces(
     "torch.distributed.checkpoint.default_planner._validate_global_plan",
     "global_plan metadata",
     why="the check of a save grows with the parts of the model, not with their square: torch "
@@ -246,6 +262,7 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     load_global,
     load_common,
     get_filesystem_reader,
+    write_item,
     validate_global_plan,
     create_read_items_for_chunk_list,
     determine_global_metadata,

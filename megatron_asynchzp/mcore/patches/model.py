@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.checks import refuse_foreign_tokens
 from megatron_asynchzp.mcore.flags.shard_sizes import node_size
 from megatron_asynchzp.mcore.patch import replaces, run_args
 
@@ -50,6 +51,7 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
 
     refuse_missing_te(run)
     if run.rank == 0:
+        refuse_foreign_tokens(run)
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
     settings = Settings.of(run, pg_collection.dp_cp.size())

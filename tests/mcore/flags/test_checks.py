@@ -3,8 +3,11 @@
 """What is checked before Megatron builds anything."""
 
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER
@@ -128,3 +131,49 @@ def test_muon_needs_the_package_with_its_arithmetic_and_coefficients_it_knows(pa
     for name in ("muon", "dist_muon"):
         with pytest.raises(ConfigurationError, match=r"pip install .megatron_asynchzp\[muon\].$"):
             checks.refuse_missing_muon(parse(f"--optimizer {name}"))
+
+
+def _write_dataset(prefix: Path, tokens: np.ndarray) -> None:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=tokens.dtype.type)
+    builder.add_document(tokens, [tokens.size])
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("place", [0, 1234, -1])
+def test_a_token_of_which_the_model_has_no_row_is_refused_before_a_start(
+    parse, tmp_path, dtype, place
+):
+    tokens = (np.arange(2000) % 128).astype(dtype)
+    _write_dataset(tmp_path / "good", tokens)
+    tokens[place] = 128
+    _write_dataset(tmp_path / "other", tokens)
+    args = parse(f"--train-data-path 0.5 {tmp_path}/good 0.5 {tmp_path}/other")
+    args.mock_data, args.padded_vocab_size = False, 129
+    checks.refuse_foreign_tokens(args)
+    args.padded_vocab_size = 128
+    with pytest.raises(ConfigurationError, match=f"{tmp_path}/other: it holds the token 128, and"):
+        checks.refuse_foreign_tokens(args)
+
+
+def test_of_large_data_a_part_is_looked_at_from_its_beginning_to_its_end(tmp_path, monkeypatch):
+    tokens = np.zeros(10_000, np.uint16)
+    tokens[7300:] = 9
+    _write_dataset(tmp_path / "large", tokens)
+    monkeypatch.setattr(checks, "_TOKENS_SEEN", 10)
+    assert checks._ids_seen(tmp_path / "large.idx", tmp_path / "large.bin") == [0, 9]
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("scheduler", [{}, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}])
+def test_a_process_that_nothing_made_a_rank_is_refused_naming_what_it_lacks(
+    monkeypatch, name, scheduler
+):
+    for one in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(one, "1")
+    for key, value in scheduler.items():
+        monkeypatch.setenv(key, value)
+    checks.refuse_no_rank()
+    monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError, match=f"^{name} not set: .* asynchzp launch"):
+        checks.refuse_no_rank()
