@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.library.arguments import default_units
-from scripts.testbed.ranks import Place, free_port, run_ranks
+from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
@@ -499,7 +499,7 @@ for step in range(5):
 def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
     (tmp_path / "run.py").write_text(WITHOUT_AN_END)
     port = free_port()
-    environments = [os.environ | Place(rank, 2, 2, port).environment() for rank in range(2)]
+    environments = [os.environ | RankPlace(rank, 2, 2, port).environment() for rank in range(2)]
     root = str(Path(__file__).parents[1])
     processes = [
         subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, env=env | {"PYTHONPATH": root})

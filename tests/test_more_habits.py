@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
-from scripts.testbed.ranks import Place, free_port, run_ranks
+from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_llama_config, toy_loss
@@ -1074,7 +1074,7 @@ def test_the_example_with_accelerate_runs_as_it_stands(tmp_path):
             [sys.executable, "example.py"],
             cwd=tmp_path,
             env=os.environ
-            | Place(rank, 2, 2, port).environment()
+            | RankPlace(rank, 2, 2, port).environment()
             | {"PYTHONPATH": str(PAGE.parents[1]), "ACCELERATE_USE_CPU": "true"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -24,7 +24,7 @@ from megatron_asynchzp import (
     shard,
 )
 from megatron_asynchzp.errors import ConfigurationError
-from scripts.testbed.ranks import Place, free_port, run_ranks, start_process
+from scripts.testbed.ranks import RankPlace, free_port, run_ranks, start_process
 from tests.support.bare_environment import forget_other_packages
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.selection import slow_unless
@@ -354,7 +354,7 @@ def test_models_of_torch_and_transformers_train_as_without_sharding(build):
     run_ranks(check_model, 2, build)
 
 
-def run_example(folder: Path, place: Place) -> None:
+def run_example(folder: Path, place: RankPlace) -> None:
     """As torchrun would start it, but for the import of torch."""
     os.chdir(folder)
     os.environ.update(place.environment())
@@ -370,7 +370,7 @@ def test_the_example_of_the_readme_runs_as_it_stands_where_the_package_alone_is_
     page = (Path(__file__).parents[1] / "README.md").read_text()
     (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
     port = free_port()
-    places = [Place(rank, 4, 4, port) for rank in range(4)]
+    places = [RankPlace(rank, 4, 4, port) for rank in range(4)]
     processes = [start_process(run_example, tmp_path, place) for place in places]
     for process in processes:
         process.join(timeout=120)

@@ -47,11 +47,11 @@ def whole(tmp_path_factory) -> dict[int, str]:
 @pytest.mark.parametrize(
     "interrupt, saved_at",
     [
-        # Fast, in a step, that of a stage below.
+        # Fast that of a stage below; what a save leaves whole has tests of its own.
         slow_unless(False, "1 forward 5", 3, id="one rank, in a step"),
         slow_unless(False, "all gather 20", None, id="all ranks, in a step"),
         slow_unless(False, "0 write 3", 5, id="one rank, in a save"),
-        pytest.param("all write 3", 5, id="all ranks, in a save"),
+        slow_unless(False, "all write 3", 5, id="all ranks, in a save"),
         slow_unless(False, "1 manifest 1", 5, id="before the manifest"),
         slow_unless(False, "0 forward 15", 8, id="in the last step"),
         slow_unless(False, "1 forward+write 5+1", 3, id="again, in the save"),

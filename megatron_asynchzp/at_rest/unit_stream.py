@@ -15,7 +15,7 @@ from megatron_asynchzp.comm.collectives import (
     AxisGroup,
     Steps,
     all_gather_steps,
-    completed_last,
+    finished,
     gather_for_steps,
 )
 from megatron_asynchzp.comm.driver import Driver
@@ -187,7 +187,7 @@ class _StreamedUnit:
     def _steps(self) -> Steps:
         last = None
         for part in self._parts:
-            yield from completed_last(last)
+            yield from finished(last)
             last = yield from part.steps(self._memory)
         return last
 

@@ -28,7 +28,7 @@ class LocalFile(NamedTuple):
     rank: int
 
 
-class Place(NamedTuple):
+class NodeFolder(NamedTuple):
     """Where a rank keeps local checkpoints: its number, those of the first rank on its node and of
     how many ranks there are on one."""
 
@@ -47,7 +47,7 @@ def _files_in(folder: Path) -> list[LocalFile]:
     return [LocalFile(path, int(name[1]), int(name[2])) for path, name in names if name]
 
 
-def adopt(place: Place, has_own: Sequence[bool]) -> None:
+def adopt(place: NodeFolder, has_own: Sequence[bool]) -> None:
     """Move into the rank's folder what is in folders of ranks that are on other nodes and find
     nothing there: torchrun numbers nodes anew when one is replaced, and the library looks in one
     folder alone.
@@ -66,7 +66,7 @@ def adopt(place: Place, has_own: Sequence[bool]) -> None:
                 path.replace(place.folder / path.name)
 
 
-def remove_damaged(place: Place) -> list[str]:
+def remove_damaged(place: NodeFolder) -> list[str]:
     """Remove what cannot be loaded from the rank's folder; a line for each shard, to be logged.
     Reads every byte. Raises OSError."""
     for path in place.folder.glob(_UNFINISHED):
@@ -82,7 +82,7 @@ def remove_damaged(place: Place) -> list[str]:
     return lines
 
 
-def keep_only(place: Place, iteration: int | None) -> None:
+def keep_only(place: NodeFolder, iteration: int | None) -> None:
     """Remove all other iterations from the rank's folder. Raises OSError."""
     for path, found, _ in place.files():
         if found != iteration:

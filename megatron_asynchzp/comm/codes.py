@@ -16,8 +16,8 @@ from megatron_asynchzp.comm.collectives import (
     Steps,
     all_gather_steps,
     all_reduce_steps,
-    and_then,
     completed,
+    followed_by,
 )
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, FlatLayout, round_up
 from megatron_asynchzp.sharding.topology import Range
@@ -117,7 +117,7 @@ class CodedGather:
         own = wire[place * self.message_nbytes :][: self.message_nbytes]
         self._encode(shard, place, scales, own)
         last = yield from all_gather_steps(own, wire, axes)
-        return and_then(last, partial(self._decode, wire, 1 / scales, full))
+        return followed_by(last, partial(self._decode, wire, 1 / scales, full))
 
     def _magnitudes(self, shard: torch.Tensor, place: int) -> torch.Tensor:
         """The largest of what this rank holds of each coded weight, fp32; infinite for NaN, which

@@ -22,44 +22,48 @@ all_gather_flat = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_flat = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-class Last(NamedTuple):
+class Unfinished(NamedTuple):
     """What a task may leave for later.
 
     work: the handle of its last collective, None where it has none.
     then: what needs that one to be complete, on the device.
+    holds: memory that it uses until then.
     """
 
     work: Any = None
     then: Callable[[], object] | None = None
+    holds: tuple[torch.Tensor, ...] = ()
 
 
-Steps = Generator[Any, None, Last | None]
+Steps = Generator[Any, None, Unfinished | None]
 """Issues collectives. Yields the handle, a torch.distributed.Work, of each that must be complete
 before the next step; what is left at the end is returned, None where nothing is."""
 
 
-def and_then(last: Last | None, action: Callable[[], object]) -> Last:
-    """`last`, and then `action`."""
-    work, then = last or Last()
-    if then is None:
-        return Last(work, action)
-    return Last(work, lambda: (then(), action()))
+def followed_by(left: Unfinished | None, action: Callable[[], object]) -> Unfinished:
+    """What is `left`, and then `action`."""
+    work, then, holds = left or Unfinished()
+    return Unfinished(work, action if then is None else lambda: (then(), action()), holds)
+
+
+def holding(left: Unfinished | None, memory: torch.Tensor) -> Unfinished:
+    """What is `left`, with memory that it uses."""
+    work, then, holds = left or Unfinished()
+    return Unfinished(work, then, (*holds, memory))
 
 
 def completed(steps: Steps) -> Steps:
     """`steps` that leave nothing for later."""
-    yield from completed_last((yield from steps))
-    return None
+    yield from finished((yield from steps))
 
 
-def completed_last(last: Last | None) -> Steps:
-    """What was left, now."""
-    if last is not None:
-        if last.work is not None:
-            yield last.work
-        if last.then is not None:
-            last.then()
-    return None
+def finished(left: Unfinished | None) -> Steps:
+    """What is `left`, now."""
+    work, then, _ = left or Unfinished()
+    if work is not None:
+        yield work
+    if then is not None:
+        then()
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[Axi
         own = full[inner.axis.coordinate * length :][:length]
         yield from completed(all_gather_steps(shard, own, outer))
         shard = own
-    return Last(all_gather_flat(full, shard, group=inner.group, async_op=True))
+    return Unfinished(all_gather_flat(full, shard, group=inner.group, async_op=True))
 
 
 def reduce_scatter_steps(
@@ -112,8 +116,8 @@ def reduce_scatter_steps(
     """
     last = None
     for axis_group, shard in zip(axes, shards, strict=True):
-        yield from completed_last(last)
-        last = Last(reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True))
+        yield from finished(last)
+        last = Unfinished(reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True))
         full = shard
     return last
 
@@ -130,7 +134,7 @@ def all_to_all_steps(
     splits: elements for or from each rank, in their order; any may be 0.
     """
     yield from ()
-    return Last(
+    return Unfinished(
         dist.all_to_all_single(  # pyright: ignore[reportUnknownMemberType]
             received, sent, list(received_splits), list(sent_splits), axis.group, async_op=True
         )
@@ -156,25 +160,23 @@ def gather_for_steps(
     for depth in reversed(range(len(axes))):
         line = axes[depth]
         blocks = {rank // line.axis.stride for rank in receivers}
-        takers = [
-            place for place, m in enumerate(line.axis.members) if m // line.axis.stride in blocks
-        ]
+        takers = [i for i, m in enumerate(line.axis.members) if m // line.axis.stride in blocks]
         if not takers:
             break
-        yield from completed_last(last)
+        yield from finished(last)
         numel *= line.axis.size
         is_taker = line.axis.coordinate in takers
         whole = part.new_empty(numel if is_taker and full is None else 0)
         if is_taker and full is not None:
             whole = _own_part(full, axes[:depth])
         if len(takers) == line.axis.size:
-            last = Last(all_gather_flat(whole, part, group=line.group, async_op=True))
+            last = Unfinished(all_gather_flat(whole, part, group=line.group, async_op=True))
         else:
             last = yield from _bring_steps(takers, part, whole, line)
         if not is_taker:
             break
         part = whole
-    return and_then(last, lambda _held=part: None)  # the last collective uses it until then
+    return holding(last, part)
 
 
 def _own_part(full: torch.Tensor, inner: Sequence[AxisGroup]) -> torch.Tensor:
@@ -194,13 +196,13 @@ def _bring_steps(
     if whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
         part = part.clone()  # it lies within what it is written to
     for taker in takers:
-        yield from completed_last(last)
+        yield from finished(last)
         is_mine = taker == line.axis.coordinate
         received = [part.numel() if is_mine else 0 for _ in ranks]
         sent = [part.numel() if rank == taker else 0 for rank in ranks]
         into = whole if is_mine else whole[:0]
         last = yield from all_to_all_steps(into, received, part, sent, line)
-    return and_then(last, lambda _held=part: None)
+    return holding(last, part)
 
 
 def new_shards(
@@ -248,8 +250,8 @@ def all_reduce_steps(
     """Combine `shard` in place over `axes`, by `op`."""
     last = None
     for axis_group in axes:
-        yield from completed_last(last)
-        last = Last(dist.all_reduce(shard, op, group=axis_group.group, async_op=True))  # pyright: ignore[reportUnknownMemberType]
+        yield from finished(last)
+        last = Unfinished(dist.all_reduce(shard, op, group=axis_group.group, async_op=True))  # pyright: ignore[reportUnknownMemberType]
     return last
 
 
@@ -269,10 +271,10 @@ def rounded_reduce_scatter_steps(
     """
     copy, results, last = shards[0], shards[1:], None
     for axis_group, result in zip(axes, results, strict=True):
-        yield from completed_last(last)
+        yield from finished(last)
         sent = copy[: full.numel()].copy_(full)
         received = full.view(copy.dtype)[: full.numel()]
-        last = Last(
+        last = Unfinished(
             dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True),  # pyright: ignore[reportUnknownMemberType]
             partial(_sum_pieces, received.view(axis_group.axis.size, -1), result, sent),
         )
@@ -290,7 +292,7 @@ def rounded_all_reduce_steps(
     """
     last = None
     for axis_group in axes:
-        yield from completed_last(last)
+        yield from finished(last)
         size, coordinate = axis_group.axis.size, axis_group.axis.coordinate
         length = -(-shard.numel() // size)
         sent = shard.new_zeros(length * size, dtype=wire)
@@ -301,7 +303,7 @@ def rounded_all_reduce_steps(
         _sum_pieces(received.view(size, length), total, sent)
         own = sent[coordinate * length :][:length].copy_(total)
         work = all_gather_flat(sent, own, group=axis_group.group, async_op=True)
-        last = Last(work, partial(shard.copy_, sent[: shard.numel()]))
+        last = Unfinished(work, partial(shard.copy_, sent[: shard.numel()]))
     return last
 
 

@@ -113,18 +113,19 @@ class Driver:
             self.counts, self.fail_with_others, self.is_writing, self
         )
 
-    def fail(self, failure: Exception, asks: tuple[Any, ...] | None = None) -> bool:
+    def fail(self, failure: Exception, suspect: tuple[Any, ...] | None = None) -> bool:
         """From now on every submit and every wait raises `failure`. False: one came before it.
 
-        asks: see RollCall.about, where a peer may be the cause: the ranks are called, which takes
-            seconds. Whoever fails meanwhile waits for it.
+        suspect: see RollCall.find_missing, where a peer may be the cause: the ranks are called,
+            which takes seconds. Whoever fails meanwhile waits for it.
         """
         with self._failing:
             if self._failure is not None:
                 return False
-            asked = None if asks is None or self.roll_call is None else self.roll_call.about(*asks)
-            if asked is not None and isinstance(failure, CollectiveFailure):
-                failure.add(asked)
+            if suspect is not None and self.roll_call is not None:
+                missing = self.roll_call.find_missing(*suspect)  # on any failure: others hear of it
+                if isinstance(failure, CollectiveFailure):
+                    failure.add(missing)
             self._failure = failure
             return True
 
@@ -143,8 +144,8 @@ class Driver:
     def fail_task(self, task: Task, error: BaseException) -> bool:
         """As `fail`, for an error of `task`."""
         is_of_peer = isinstance(error, (RuntimeError, TimeoutError))
-        asks = (task.lane, task.number, ranks_along(task.axes))
-        return self.fail(task.failure(error), asks if is_of_peer else None)
+        suspect = (task.lane, task.number, ranks_along(task.axes))
+        return self.fail(task.failure(error), suspect if is_of_peer else None)
 
     def fail_in_background(self, task: Task, error: BaseException) -> None:
         """As `fail_task`, in a thread that has nothing else to do: the main thread raises the

@@ -18,8 +18,8 @@ from megatron_asynchzp.comm.collectives import (
     Steps,
     all_gather_steps,
     all_reduce_steps,
-    and_then,
-    completed_last,
+    finished,
+    followed_by,
     ranks_along,
 )
 from megatron_asynchzp.comm.driver import Driver
@@ -74,17 +74,15 @@ class OrderCheck:
         def steps() -> Steps:
             # Allocated here, [Note: memory of a task]. Filled on the device: a copy from the host
             # would hold it until the device has caught up.
-            own = [
-                torch.full((1,), value, dtype=torch.int64, device=self._device) for value in values
-            ]
+            own = [torch.full((1,), v, dtype=torch.int64, device=self._device) for v in values]
             extremes = torch.stack([*own, *(-value for value in own)]).view(2, 2)
             last = yield from all_reduce_steps(extremes, self._in_step, dist.ReduceOp.MAX)
             if self._crossing:
-                yield from completed_last(last)
+                yield from finished(last)
                 # A difference within a group stays one: 1 here, 0 elsewhere.
                 extremes[:, 0] = (extremes[0, 0] != -extremes[1, 0]).to(torch.int64)
                 last = yield from all_reduce_steps(extremes, self._crossing, dist.ReduceOp.MAX)
-            return and_then(last, lambda: answer.copy_(extremes, non_blocking=True))
+            return followed_by(last, lambda: answer.copy_(extremes, non_blocking=True))
 
         self._task = self._submit(steps)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, Unfinished, ranks_along
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.errors import name_ranks
@@ -26,7 +26,6 @@ class Runs(Protocol):
 
 def _no_steps() -> Steps:
     yield from ()
-    return None
 
 
 class Task:
@@ -58,7 +57,7 @@ class Task:
     event: Any = None
     _steps: Steps | None = None
     _work: Any = None  # that must be complete before the next step
-    _last: Last | None = None
+    _last: Unfinished | None = None
     _end: Any = None  # the handle of its last collective, until somebody has waited for that
     _start_mark: Any = None
 
@@ -114,7 +113,7 @@ class Task:
             self._work = next(self._steps)
         except StopIteration as end:
             self._steps, self._work = None, None
-            self._last = end.value or Last()
+            self._last = end.value or Unfinished()
 
     @property
     def is_on_its_way(self) -> bool:
@@ -134,8 +133,9 @@ class Task:
         comes after that; an event of the lane would come after what the lane has got since then.
         """
         self.issue_rest()
-        work, then = self._last or Last()
-        if keeps_handle and work is not None and then is None and self._start_mark is None:
+        work, then, holds = self._last or Unfinished()
+        is_end = then is None and not holds and self._start_mark is None
+        if keeps_handle and work is not None and is_end:
             self._end = work
         else:
             if work is not None:
@@ -146,7 +146,7 @@ class Task:
             self.driver.timeline.note(self.lane, self.unit, self._start_mark)
         # A task is held for as long as it is watched: longer than what it has read is needed.
         self.start, self.ready, self.after = _no_steps, (), []
-        self._last = Last()
+        self._last = Unfinished()
         self.let_go()
 
     def order_stream(self) -> None:

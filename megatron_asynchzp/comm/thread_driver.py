@@ -70,10 +70,10 @@ class ThreadDriver(Driver):
             self.fail_task(task, late)
         self.raise_failure()
 
-    def fail(self, failure: Exception, asks: tuple[Any, ...] | None = None) -> bool:
+    def fail(self, failure: Exception, suspect: tuple[Any, ...] | None = None) -> bool:
         """Every unfinished task ends with the first failure: no thread waits for it any longer."""
         # It may take seconds, in which the main thread can go on.
-        is_first = super().fail(failure, asks)
+        is_first = super().fail(failure, suspect)
         with self._lock:
             unfinished, self._unfinished = list(self._unfinished), {}
         for task in unfinished:

@@ -126,10 +126,9 @@ class RollCall:
 
     # ---- for the thread in which something failed
 
-    def about(self, lane: str | None = None, number: int = 0, ranks: Sequence[int] = ()) -> str:
-        """Call all ranks, and say who does not answer, and which of `ranks` have submitted fewer
-        than `number` tasks of `lane`; without a lane, who writes a checkpoint. Takes a few seconds
-        at most, and less where all answer."""
+    def find_missing(self, lane: str = "", number: int = 0, ranks: Sequence[int] = ()) -> str:
+        """Call all ranks, for a few seconds at most: who does not answer, which of `ranks` have
+        submitted fewer than `number` tasks of `lane`; without a lane, who writes a checkpoint."""
         if self._is_closed.is_set():
             return "nobody was asked, as the communication was closed"
         self._is_asked.set()
@@ -140,14 +139,14 @@ class RollCall:
         verdict = self._verdict
         if verdict is None:
             return f"the store at {self._where}, where the ranks met, does not answer"
-        behind: list[int] = []
-        if lane is not None:
+        late = set[int]()
+        if lane:
             place = tuple(self._counts).index(lane)
             late = {r for those, counts in verdict.behind if counts[place] < number for r in those}
-            behind = [rank for rank in ranks if rank in late]
-        failed = verdict.failed
-        before = sorted(failed[: failed.index(self._rank)] if self._rank in failed else failed)
-        writing = verdict.writing if lane is None else []
+        behind = [rank for rank in ranks if rank in late]
+        failed = [*verdict.failed, self._rank]
+        before = sorted(failed[: failed.index(self._rank)])
+        writing = [] if lane else verdict.writing
         more = verdict.num_silent - len(verdict.silent)
         silent = name_ranks(verdict.silent) + (f" and {more} more" if more else "")
         texts = (
@@ -167,7 +166,7 @@ class RollCall:
         """Whether this rank has called, or heard another."""
         return self._is_asked.is_set() or self._has_answered
 
-    def leave(self) -> None:
+    def await_readers(self) -> None:
         """Before this process ends, which may be the one that holds the store: let the others read
         the answers first."""
         if self._rank != 0 or not self._is_over.is_set():
@@ -190,7 +189,7 @@ class RollCall:
         try:
             self._await_failure()
             if self._is_closed.is_set():
-                self._part()
+                self._close_after_others()
             else:
                 self._call()
                 self._store.add(_NUM_CLOSED, 1)  # it needs the store no more
@@ -283,7 +282,7 @@ class RollCall:
             self._num_answered = self._store.add(_NUM_ANSWERED, 0)
             self._num_read = self._store.add(_NUM_READ, 0)
 
-    def _part(self) -> None:
+    def _close_after_others(self) -> None:
         """This rank is closed; rank 0 awaits the others, unless it has heard of a failure, after
         which they may be gone."""
         if self._driver is not None:

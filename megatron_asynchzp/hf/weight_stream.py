@@ -14,18 +14,18 @@ from torch import Tensor
 
 from megatron_asynchzp.at_rest.unit_stream import drop_mark, mark, refuse_unknown_mark
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.box_elements import ALL, BoxElements, Elements, join
 from megatron_asynchzp.hf.contents import Job, jobs_in_order_of_use, match_keys
 from megatron_asynchzp.hf.delivery import Parcel, deliver
-from megatron_asynchzp.hf.described_runs import (
+from megatron_asynchzp.hf.described_boxes import (
     changed_elements_of,
-    described_runs,
+    described_boxes,
     elements_of,
     unit_at,
 )
-from megatron_asynchzp.hf.held_runs import Address, HeldRun, distinct_runs
+from megatron_asynchzp.hf.held_boxes import Address, HeldBox, distinct_boxes
 from megatron_asynchzp.hf.mapping import TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
-from megatron_asynchzp.hf.pieces import ALL, Piece, join
 from megatron_asynchzp.hf.routes import Holders, Routes, sharing_block
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.whole_tensors import whole_marks, whole_unit
@@ -35,6 +35,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 # Of the tensors that travel together, as long as one alone is not larger.
 _TOGETHER_NBYTES = 64 << 20
+type _Boxes = dict[int, list[HeldBox]]  # by the rank at the other end
 
 
 def stream_weights(
@@ -120,7 +121,7 @@ class WeightStream:
         self._dtype, self._since = dtype, since
         wanted = tuple(range(dist.get_world_size()) if receivers is None else sorted(receivers))
 
-        def own_part() -> tuple[list[HeldRun], Holders | None]:
+        def own_part() -> tuple[list[HeldBox], Holders | None]:
             if not wanted or not set(wanted) <= set(range(dist.get_world_size())):
                 raise ConfigurationError(
                     f"receivers = {list(wanted)}: give global ranks below {dist.get_world_size()}"
@@ -131,20 +132,20 @@ class WeightStream:
             refuse()
             read_arguments(_arguments(), vocab_size)
             dense = model[0].groups["dense"]
-            return described_runs(model), dense.ranks if dense.topology.rank == 0 else None
+            return described_boxes(model), dense.ranks if dense.topology.rank == 0 else None
 
         everyone = self._agree((wanted, dtype, vocab_size, since), own_part)
         self._model: Sequence[AsyncHZPDataParallel] = model
         self.shape = read_arguments(_arguments(), vocab_size)
-        runs = distinct_runs(run for described, _ in everyone for run in described)
-        sizes = {key: held[0].size for key, held in runs.items()}
+        boxes = distinct_boxes(box for described, _ in everyone for box in described)
+        sizes = {key: held[0].size for key, held in boxes.items()}
         self._keys = match_keys("the model", sizes, self.shape)
-        self._dtypes = {key: held[0].dtype for key, held in runs.items()}
-        self._runs: dict[tuple[str, tuple[int, ...]], list[HeldRun]] = {}
+        self._dtypes = {key: held[0].dtype for key, held in boxes.items()}
+        self._boxes: dict[tuple[str, tuple[int, ...]], list[HeldBox]] = {}
         for rule in rules_of(self.shape):
             num_stacked = len(rule.stack(self.shape))
-            for run in runs[self._keys[rule.key]]:
-                self._runs.setdefault((rule.key, run.offset[:num_stacked]), []).append(run)
+            for box in boxes[self._keys[rule.key]]:
+                self._boxes.setdefault((rule.key, box.offset[:num_stacked]), []).append(box)
         self._routes = Routes(wanted, [replicas for _, replicas in everyone if replicas])
         self._begun = _begun_in(model)
 
@@ -187,27 +188,27 @@ class WeightStream:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See stream_weights."""
-        for job, pieces in self._delivered():
-            yield from job.convert(self._joined(job, pieces)[0], self.shape)
+        for job, elements in self._delivered():
+            yield from job.convert(self._joined(job, elements)[0], self.shape)
 
     def changes(self) -> Iterator[WeightDelta]:
         """See stream_changes."""
-        for job, pieces in self._delivered():
-            whole, changed = self._joined(job, pieces)
+        for job, elements in self._delivered():
+            whole, changed = self._joined(job, elements)
             flags = None if changed is None else dict(job.convert(changed, self.shape))
             for name, tensor in job.convert(whole, self.shape):
                 delta = WeightDelta.of(name, tensor, None if flags is None else flags[name])
                 if delta.values.numel():
                     yield delta
 
-    def _delivered(self) -> Iterator[tuple[Job, dict[HeldRun, Piece]]]:
-        """Each job in order of use with the pieces of its tensor, which the caller takes out; none
-        where this rank does not receive."""
+    def _delivered(self) -> Iterator[tuple[Job, Elements]]:
+        """Each job in order of use with the elements of its tensor, which the caller takes out;
+        none where this rank does not receive."""
         exchanges = self._exchanges()
         last_uses = {
-            run.address[:2]: index
+            box.address[:2]: index
             for index, jobs in enumerate(exchanges)
-            for run in self._runs_to_gather(jobs)
+            for box in self._boxes_to_gather(jobs)
         }
         units: dict[tuple[int, int], _Gathered] = {}
         for index, jobs in enumerate(exchanges):
@@ -215,14 +216,14 @@ class WeightStream:
                 raise ConfigurationError(
                     f"{self._what}: a step began before all weights were taken"
                 )
-            for run in self._runs_to_gather(jobs):
-                if run.address[:2] not in units:
-                    units[run.address[:2]] = self._gather(run.address)
-            pieces = self._exchange(jobs, units)
+            for box in self._boxes_to_gather(jobs):
+                if box.address[:2] not in units:
+                    units[box.address[:2]] = self._gather(box.address)
+            elements = self._exchange(jobs, units)
             units = {unit: whole for unit, whole in units.items() if last_uses[unit] > index}
             for job in jobs if self.is_receiver else ():
-                yield job, pieces
-            del pieces  # before the next units are gathered
+                yield job, elements
+            del elements  # before the next units are gathered
 
     def _exchanges(self) -> list[list[Job]]:
         """All jobs in order of use, cut into those whose tensors travel together."""
@@ -239,25 +240,25 @@ class WeightStream:
                 filled += nbytes
         return exchanges
 
-    def _runs_of(self, jobs: Sequence[Job]) -> Iterator[HeldRun]:
-        return (run for job in jobs for run in self._runs[job.rule.key, job.place])
+    def _boxes_of(self, jobs: Sequence[Job]) -> Iterator[HeldBox]:
+        return (box for job in jobs for box in self._boxes[job.rule.key, job.place])
 
     # ---- units
 
-    def _runs_to_gather(self, jobs: Sequence[Job]) -> Iterator[HeldRun]:
+    def _boxes_to_gather(self, jobs: Sequence[Job]) -> Iterator[HeldBox]:
         """Those whose unit this rank gathers, because it or a rank that gathers with it sends them
         or takes them itself."""
-        for run in self._runs_of(jobs):
-            if self._rank not in run.holders:
+        for box in self._boxes_of(jobs):
+            if self._rank not in box.holders:
                 continue
-            unit = unit_at(self._model, run.address)
+            unit = unit_at(self._model, box.address)
             if self._since is not None and not unit.marks.may_have_changed(self._since):
                 continue
             sizes = unit.groups.topology.sizes
             shared_by = sizes.param if self._since is None else sizes.optim
-            together = sharing_block(run.holders, self._rank, shared_by)
-            if self._routes.serves(run.holders, together):
-                yield run
+            together = sharing_block(box.holders, self._rank, shared_by)
+            if self._routes.serves(box.holders, together):
+                yield box
 
     def _gather(self, address: Address) -> "_Gathered":
         """The one place where values come from."""
@@ -266,82 +267,77 @@ class WeightStream:
         marks = None if self._since is None else whole_marks(unit, self._since)
         return _Gathered(unit, whole_unit(unit), marks)
 
-    # ---- pieces
+    # ---- boxes
 
     def _exchange(
         self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_Gathered"]
-    ) -> dict[HeldRun, Piece]:
-        """Send what others take from this rank. Where it receives, the piece of every box."""
-        pieces: dict[HeldRun, Piece] = {}
-        sent: dict[int, list[HeldRun]] = {}
-        received: dict[int, list[HeldRun]] = {}
-        for run in self._runs_of(jobs):
-            sources = self._routes.sources(run.holders)
+    ) -> Elements:
+        """Send what others take from this rank. Where it receives, the elements of every box."""
+        elements: Elements = {}
+        sent: _Boxes = {}
+        received: _Boxes = {}
+        for box in self._boxes_of(jobs):
+            sources = self._routes.sources(box.holders)
             takers = [taker for taker, source in sources.items() if source == self._rank]
             if takers:
-                pieces[run] = self._own_piece(run, units.get(run.address[:2]))
+                elements[box] = self._own_box(box, units.get(box.address[:2]))
             elif self.is_receiver:
-                received.setdefault(sources[self._rank], []).append(run)
+                received.setdefault(sources[self._rank], []).append(box)
             for taker in takers:
                 if taker != self._rank:
-                    sent.setdefault(taker, []).append(run)
-        counts = self._tell_counts(pieces, sent, received) if self._since is not None else {}
-        for run in (run for runs in received.values() for run in runs):
-            dtype = self._dtype or run.dtype
-            count = counts.get(run, ALL)
-            pieces[run] = Piece.to_receive(run.numel, dtype, self._device, count)
+                    sent.setdefault(taker, []).append(box)
+        counts = self._tell_counts(elements, sent, received) if self._since is not None else {}
+        for box in (box for boxes in received.values() for box in boxes):
+            dtype = self._dtype or box.dtype
+            count = counts.get(box, ALL)
+            elements[box] = BoxElements.to_receive(box.numel, dtype, self._device, count)
         deliver(
             [
                 Parcel(source, receiver, tensor)
-                for source, receiver, runs in self._ways(sent, received)
-                for run in runs
-                for tensor in pieces[run].tensors()
+                for source, receiver, boxes in self._ways(sent, received)
+                for box in boxes
+                for tensor in elements[box].tensors()
             ]
         )
-        return pieces
+        return elements
 
-    def _ways(
-        self, sent: Mapping[int, list[HeldRun]], received: Mapping[int, list[HeldRun]]
-    ) -> Iterator[tuple[int, int, list[HeldRun]]]:
-        for taker, runs in sent.items():
-            yield self._rank, taker, runs
-        for source, runs in received.items():
-            yield source, self._rank, runs
+    def _ways(self, sent: _Boxes, received: _Boxes) -> Iterator[tuple[int, int, list[HeldBox]]]:
+        for taker, boxes in sent.items():
+            yield self._rank, taker, boxes
+        for source, boxes in received.items():
+            yield source, self._rank, boxes
 
-    def _own_piece(self, run: HeldRun, gathered: "_Gathered | None") -> Piece:
-        dtype = self._dtype or run.dtype
+    def _own_box(self, box: HeldBox, gathered: "_Gathered | None") -> BoxElements:
+        dtype = self._dtype or box.dtype
         if gathered is None:  # nothing of the unit has changed
-            return Piece.to_receive(run.numel, dtype, self._device, count=0)
-        values = elements_of(run, gathered.unit, gathered.values).to(dtype)
+            return BoxElements.to_receive(box.numel, dtype, self._device, count=0)
+        values = elements_of(box, gathered.unit, gathered.values).to(dtype)
         marks = gathered.marks
-        return Piece.of(
-            values, None if marks is None else changed_elements_of(run, gathered.unit, marks)
+        return BoxElements.of(
+            values, None if marks is None else changed_elements_of(box, gathered.unit, marks)
         )
 
     def _tell_counts(
-        self,
-        pieces: Mapping[HeldRun, Piece],
-        sent: Mapping[int, list[HeldRun]],
-        received: Mapping[int, list[HeldRun]],
-    ) -> dict[HeldRun, int]:
+        self, elements: Elements, sent: _Boxes, received: _Boxes
+    ) -> dict[HeldBox, int]:
         """How many elements come of each box that this rank receives."""
         parcels, coming = [], dict[int, Tensor]()
-        for source, receiver, runs in self._ways(sent, received):
-            counts = [pieces[run].count if source == self._rank else 0 for run in runs]
+        for source, receiver, boxes in self._ways(sent, received):
+            counts = [elements[box].count if source == self._rank else 0 for box in boxes]
             parcels.append(Parcel(source, receiver, torch.tensor(counts, device=self._device)))
             if receiver == self._rank:
                 coming[source] = parcels[-1].tensor
         deliver(parcels)
         return {
-            run: count
-            for source, runs in received.items()
-            for run, count in zip(runs, coming[source].tolist(), strict=True)
+            box: count
+            for source, boxes in received.items()
+            for box, count in zip(boxes, coming[source].tolist(), strict=True)
         }
 
-    def _joined(self, job: Job, pieces: dict[HeldRun, Piece]) -> tuple[Tensor, Tensor | None]:
+    def _joined(self, job: Job, elements: Elements) -> tuple[Tensor, Tensor | None]:
         """The tensor of a job as Megatron has it without tensor parallelism; see join."""
-        runs, size = self._runs[job.rule.key, job.place], job.rule.megatron_size(self.shape)
-        return join(runs, len(job.place), size, pieces)
+        boxes, size = self._boxes[job.rule.key, job.place], job.rule.megatron_size(self.shape)
+        return join(elements, boxes, len(job.place), size)
 
     @property
     def _device(self) -> torch.device:

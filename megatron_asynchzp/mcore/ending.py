@@ -59,7 +59,7 @@ def end_training(error: BaseException) -> None:
     last_line = communication.last_line if communication is not None else LastLine()
     last_line.print(text)
     if communication is not None and communication.driver.roll_call is not None:
-        communication.driver.roll_call.leave()
+        communication.driver.roll_call.await_readers()
     end_process(status)
 
 
@@ -84,7 +84,7 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
     roll_call = communication.driver.roll_call
     if roll_call is None or not isinstance(error, RuntimeError):  # as torch raises for a lost peer
         return text
-    return f"{text}; {roll_call.about()}"
+    return f"{text}; {roll_call.find_missing()}"
 
 
 def report_own_errors() -> None:

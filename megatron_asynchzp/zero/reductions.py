@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
-from megatron_asynchzp.comm.collectives import Steps, completed_last, split_for_reduction
+from megatron_asynchzp.comm.collectives import Steps, finished, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.sharding.decisions import GradsInFlight
@@ -267,7 +267,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         last = None
         for number, piece in enumerate(self._pieces[unit]):
             if number:
-                yield from completed_last(last)
+                yield from finished(last)
                 self._pack(unit, piece, grads, place)
             full, *shards = self._memory_for(unit, piece, place)
             last = yield from unit.reduce_steps(full, shards, piece.shard)

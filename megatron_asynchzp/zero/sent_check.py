@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_reduce_steps, and_then
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_reduce_steps, followed_by
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import ConfigurationError
@@ -113,7 +113,7 @@ class SentCheck:
                 answer.copy_(differs, non_blocking=True)
                 differs.zero_()
 
-            return and_then(last, end)
+            return followed_by(last, end)
 
         driver = self._driver
         after = [driver.latest.get(lane) for lane in ("reduce", "grad-sync")]
@@ -167,8 +167,8 @@ class SentCheck:
         # Another rank may have written nothing, or own nothing, and wait for this one: it is told.
         self._fail(ConfigurationError(_WRITTEN.format(unit.name)), ())
 
-    def _fail(self, error: ConfigurationError, asks: tuple[()] | None = None) -> NoReturn:
-        self._driver.fail(error, asks)  # what was computed since is of no use
+    def _fail(self, error: ConfigurationError, suspect: tuple[()] | None = None) -> NoReturn:
+        self._driver.fail(error, suspect)  # what was computed since is of no use
         raise error
 
     def _named_in(self, answer: torch.Tensor) -> list[HZPUnit]:

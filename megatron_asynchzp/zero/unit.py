@@ -19,8 +19,8 @@ from megatron_asynchzp.comm.collectives import (
     Steps,
     all_gather_steps,
     all_reduce_steps,
-    and_then,
     completed,
+    followed_by,
     new_shards,
     reduce_scatter_steps,
     rounded_all_reduce_steps,
@@ -368,7 +368,7 @@ class HZPUnit:
         zeros, so that the ranks agree on what is issued.
         """
         last = yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
-        return and_then(last, lambda: own.add_(shards[-1]))
+        return followed_by(last, lambda: own.add_(shards[-1]))
 
     def _reduce_scatter_steps(
         self, full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
@@ -405,7 +405,7 @@ class HZPUnit:
         def end(_held: object = shards) -> None:  # the last collective uses it until then
             (own.copy_(shard) if is_elsewhere else own).mul_(scale)
 
-        return and_then(last, end)
+        return followed_by(last, end)
 
     def reopen_grads(self, scale: float) -> None:
         """Undo sync_grad_steps(scale), so that more gradients can be added to their sum: it counts
@@ -494,7 +494,7 @@ class HZPUnit:
             for part in (slice(own.start), slice(own.stop, None)):
                 self.model_param.storage[part].copy_(gathered[part])
 
-        return and_then(last, take_others)
+        return followed_by(last, take_others)
 
     def note_sent(self) -> None:
         """What this rank's O range of the parameters holds is what other ranks get of it."""

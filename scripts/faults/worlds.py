@@ -14,7 +14,7 @@ from scripts.faults import agents, program
 from scripts.faults.cells import LAST_STEP, Cell
 from scripts.faults.processes import all_pids, is_alive, words_of
 from scripts.testbed.links import address
-from scripts.testbed.ranks import Place
+from scripts.testbed.ranks import RankPlace
 
 _POLL_S = 0.01
 
@@ -37,7 +37,7 @@ class World:
         cell = self.cell
         task = program.Task(cell.sizes, cell.schedule, limit_s, checkpoints, self.folder / "notes")
         for rank in range(cell.world_size):
-            env = Place(rank, cell.world_size, cell.ranks, port).environment()
+            env = RankPlace(rank, cell.world_size, cell.ranks, port).environment()
             env |= self.variables(moment) | {"MASTER_ADDR": address(0)}
             self.pids[rank] = _fork(
                 rank // cell.ranks, self.folder / f"{rank}.log", env, program.main, task

@@ -115,7 +115,7 @@ def _call(port: int, mine: range, ranks: int, started: Any, go: Any, done: Any) 
     start = time.monotonic()
     for call in calls:
         call._is_asked.set()  # as `about` does, which one thread can call for all after that
-    lines = [call.about("gather", 4822, range(1, 9)) for call in calls]
+    lines = [call.find_missing("gather", 4822, range(1, 9)) for call in calls]
     heard = sum(
         line.startswith(f"no answer from ranks 0, {ranks - _GONE + 1} to") for line in lines
     )

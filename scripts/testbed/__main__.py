@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
 from scripts.testbed.profile import PROFILES, named_profile, profile_to_env
 from scripts.testbed.rank import COUNTS, STREAMS
-from scripts.testbed.ranks import Place, new_store
+from scripts.testbed.ranks import RankPlace, new_store
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         rank_of = [sys.executable, "-m", "scripts.testbed.rank", *args.command]
         world_size = args.nodes * args.ranks
-        places = [Place(rank, world_size, args.ranks, store.port) for rank in range(world_size)]
+        places = [RankPlace(rank, world_size, args.ranks, store.port) for rank in range(world_size)]
         commands = [RankCommand(rank_of, env | place.environment()) for place in places]
         status = run_as_ranks("testbed", commands, args.timeout)
         if status == 0:

@@ -21,7 +21,7 @@ import sys
 
 from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
 from scripts.testbed.links import Links, LinksError, address, unavailable, unshare
-from scripts.testbed.ranks import Place
+from scripts.testbed.ranks import RankPlace
 
 _INSIDE = "ASYNCHZP_NETNS_INSIDE"
 _PORT = 29511  # the namespaces are new, so it is free
@@ -69,7 +69,7 @@ def main() -> None:
 
 def rank_command(args: argparse.Namespace, rank: int) -> RankCommand:
     """The command in the namespace of the rank's node, with torchrun's environment."""
-    place = Place(rank, args.nodes * args.ranks, args.ranks, _PORT)
+    place = RankPlace(rank, args.nodes * args.ranks, args.ranks, _PORT)
     env = place.environment() | {
         "MASTER_ADDR": address(0),
         "GLOO_SOCKET_IFNAME": "eth0",

@@ -61,7 +61,7 @@ class RankFailure(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank of a world. port: of the store on 127.0.0.1 at which the world meets."""
 
     rank: int
@@ -83,16 +83,16 @@ class Place:
         }
 
 
-Join = Callable[[Place], tuple]
+Join = Callable[[RankPlace], tuple]
 """Makes the default process group of a rank; returns the first arguments of `fn`."""
 
 
-def join_gloo(place: Place) -> tuple[()]:
+def join_gloo(place: RankPlace) -> tuple[()]:
     _init_group("gloo", place, timeout_s=90)
     return ()
 
 
-def join_fabric(profile: NetworkProfile, place: Place) -> tuple[Any]:
+def join_fabric(profile: NetworkProfile, place: RankPlace) -> tuple[Any]:
     """The default group is on the modelled network; `fn` gets the Network."""
     from scripts.testbed import fabric
 
@@ -101,7 +101,7 @@ def join_fabric(profile: NetworkProfile, place: Place) -> tuple[Any]:
     return (network,)
 
 
-def _init_group(backend: str, place: Place, timeout_s: int) -> None:
+def _init_group(backend: str, place: RankPlace, timeout_s: int) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -218,17 +218,17 @@ def new_store() -> Any:
     )
 
 
-def _meeting_ranks(world_size: int, ranks_per_node: int) -> tuple[list[Place], list[Any]]:
+def _meeting_ranks(world_size: int, ranks_per_node: int) -> tuple[list[RankPlace], list[Any]]:
     """The places of one world, and its store."""
     store = new_store()
-    places = [Place(rank, world_size, ranks_per_node, store.port) for rank in range(world_size)]
+    places = [RankPlace(rank, world_size, ranks_per_node, store.port) for rank in range(world_size)]
     return places, [store]
 
 
-def _lone_ranks(num_ranks: int, ranks_per_node: int) -> tuple[list[Place], list[Any]]:
+def _lone_ranks(num_ranks: int, ranks_per_node: int) -> tuple[list[RankPlace], list[Any]]:
     """Worlds of one rank each, and their stores."""
     stores = [new_store() for _ in range(num_ranks)]
-    return [Place(0, 1, ranks_per_node, store.port) for store in stores], stores
+    return [RankPlace(0, 1, ranks_per_node, store.port) for store in stores], stores
 
 
 # ---- on the ranks
@@ -245,7 +245,7 @@ class _Job:
     log: Path | None = None
     ends_together: bool = True
 
-    def main(self, place: Place, parent: Connection) -> None:
+    def main(self, place: RankPlace, parent: Connection) -> None:
         """The life of a rank."""
         if self.log is not None:
             with open(self.log, "ab", buffering=0) as file:
@@ -343,7 +343,7 @@ class _World:
     # By Connection, whose class depends on the platform.
     _pipes: dict[Any, int] = field(default_factory=dict)
 
-    def start(self, places: Sequence[Place]) -> None:
+    def start(self, places: Sequence[RankPlace]) -> None:
         for index, place in enumerate(places):
             ours, theirs = _CONTEXT.Pipe()
             self._pipes[ours] = index

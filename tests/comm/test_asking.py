@@ -27,8 +27,8 @@ class Others:
     def __init__(self):
         self.asked: list[tuple] = []
 
-    def about(self, *asks: Any) -> str:
-        self.asked.append(asks)
+    def find_missing(self, *suspect: Any) -> str:
+        self.asked.append(suspect)
         return "no answer from rank 3"
 
     def close(self) -> None: ...

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import Last, Steps
+from megatron_asynchzp.comm.collectives import Steps, Unfinished
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.submitted import crosses_groups, hash_of
@@ -101,7 +101,7 @@ class Streams:
             self.issued.append(name)
             with self.device.recording():
                 work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
-            return Last(work, (lambda: self.issued.append(f"add {name}")) if then else None)
+            return Unfinished(work, (lambda: self.issued.append(f"add {name}")) if then else None)
 
         return self.driver.submit(Task(lane, unit, (), steps, after=after))
 

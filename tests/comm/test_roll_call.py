@@ -62,19 +62,19 @@ def without_2():
 
 
 def test_the_ranks_that_do_not_answer_are_named_and_all_others_hear_of_the_failure(without_2):
-    assert without_2.ranks[1].about("gather", 5, (0, 1)) == "no answer from rank 2"
+    assert without_2.ranks[1].find_missing("gather", 5, (0, 1)) == "no answer from rank 2"
     assert without_2.called[0].wait(SOON_S) and without_2.called[3].wait(SOON_S)
     assert not without_2.called[1].is_set()  # its own
     # Who fails later hears of those before, and calls nobody again.
-    assert without_2.ranks[3].about() == "no answer from rank 2; failed before: rank 1"
+    assert without_2.ranks[3].find_missing() == "no answer from rank 2; failed before: rank 1"
 
 
 def test_a_rank_that_answers_and_has_not_come_to_the_collective_is_named():
     world = World(*range(WORLD_SIZE))
     world.submitted[3]["gather"] = 4
-    assert world.ranks[0].about("gather", 5, (0, 3)) == "not come to it: rank 3"
+    assert world.ranks[0].find_missing("gather", 5, (0, 3)) == "not come to it: rank 3"
     # Of the ranks of this collective alone.
-    assert world.ranks[1].about("gather", 5, (0, 1)) == "failed before: rank 0"
+    assert world.ranks[1].find_missing("gather", 5, (0, 1)) == "failed before: rank 0"
     world.close()
 
 
@@ -82,14 +82,14 @@ def test_who_writes_a_checkpoint_is_named_where_a_collective_is_not_the_engines(
     world = World(*range(WORLD_SIZE))
     world.is_writing.update({0: True, 3: True})
     # The first has failed itself, and writes no more.
-    assert world.ranks[0].about() == "still writing: rank 3"
-    assert world.ranks[1].about("gather", 5, (0, 1)) == "failed before: rank 0"
+    assert world.ranks[0].find_missing() == "still writing: rank 3"
+    assert world.ranks[1].find_missing("gather", 5, (0, 1)) == "failed before: rank 0"
     world.close()
 
 
 def test_nothing_is_waited_for_where_every_rank_answers():
     world = World(*range(WORLD_SIZE))
-    assert world.ranks[2].about() == "every rank answers"
+    assert world.ranks[2].find_missing() == "every rank answers"
     world.close()
 
 
@@ -98,7 +98,7 @@ def test_a_store_that_has_gone_is_named_and_nobody_waits_for_it(without_2):
     del without_2.store
     start_s = time.monotonic()
     assert (
-        without_2.ranks[1].about()
+        without_2.ranks[1].find_missing()
         == f"the store at {address}, where the ranks met, does not answer"
     )
     assert time.monotonic() - start_s < SOON_S
@@ -121,7 +121,7 @@ class HeldStore(dist.Store):
 def test_a_store_that_never_answers_holds_no_rank():
     store, said = HeldStore(), []
     one = RollCall(store, 1, WORLD_SIZE, Counter(), lambda _: None)
-    thread = threading.Thread(target=lambda: said.append(one.about()), daemon=True)
+    thread = threading.Thread(target=lambda: said.append(one.find_missing()), daemon=True)
     thread.start()
     thread.join(SOON_S)
     assert said == ["the store at None, where the ranks met, does not answer"]
@@ -134,11 +134,11 @@ def test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read(monke
     first, second = without_2.ranks[0], without_2.ranks[1]
     monkeypatch.setattr(first, "_world_size", 3)  # for it the answers are complete at once
     without_2.ranks.pop(3).close()
-    asking = threading.Thread(target=second.about)
-    first.about()
+    asking = threading.Thread(target=second.find_missing)
+    first.find_missing()
     asking.start()
     start_s = time.monotonic()
-    first.leave()
+    first.await_readers()
     left_s = time.monotonic()
     asking.join()
     # The other asked for all its time; without `leave` the store could have been gone at once.
@@ -164,7 +164,7 @@ def test_the_rank_that_may_hold_the_store_closes_when_the_others_have(monkeypatc
 
 def test_it_waits_for_nobody_once_it_has_heard_of_a_failure(monkeypatch):
     world = World(*range(WORLD_SIZE))
-    world.ranks[1].about()
+    world.ranks[1].find_missing()
     assert world.called[0].wait(SOON_S)
     monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", SOON_S)
     start_s = time.monotonic()
@@ -197,7 +197,7 @@ class CountedStore:
 
 def ask_all(ranks: list[RollCall]) -> list[str]:
     with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(lambda one: one.about("gather", 5, range(64)), ranks))
+        return list(threads.map(lambda one: one.find_missing("gather", 5, range(64)), ranks))
 
 
 def test_ranks_that_all_fail_at_once_read_what_one_of_them_made_of_the_answers(monkeypatch):
@@ -220,12 +220,12 @@ def test_ranks_that_all_fail_at_once_read_what_one_of_them_made_of_the_answers(m
 
 
 def test_who_fails_after_a_verdict_is_read_with_the_next(without_2):
-    assert without_2.ranks[0].about() == "no answer from rank 2"
+    assert without_2.ranks[0].find_missing() == "no answer from rank 2"
     without_2.submitted[2], without_2.called[2] = Counter(gather=4), threading.Event()
     without_2.is_writing[2] = False
     late = without_2.ranks[2] = without_2._rank(2)  # it was held up, and answers now
-    assert late.about("gather", 5, (0, 2)) == "not come to it: rank 2; failed before: rank 0"
-    assert without_2.ranks[0].about() == "no answer from rank 2"  # as it was then
+    assert late.find_missing("gather", 5, (0, 2)) == "not come to it: rank 2; failed before: rank 0"
+    assert without_2.ranks[0].find_missing() == "no answer from rank 2"  # as it was then
 
 
 def test_a_rank_of_a_large_world_asks_the_store_a_few_times_and_waits_for_the_verdict():
@@ -251,8 +251,8 @@ def test_the_times_of_a_roll_call_grow_with_what_the_store_has_to_take_in():
 def test_another_one_reads_the_answers_where_the_first_reader_has_ended():
     world = World(*range(WORLD_SIZE))
     world.store.add(f"{roll_call._VERDICT}1/readers", 1)
-    assert world.ranks[2].about() == "every rank answers"
-    assert world.ranks[3].about() == "failed before: rank 2"
+    assert world.ranks[2].find_missing() == "every rank answers"
+    assert world.ranks[3].find_missing() == "failed before: rank 2"
     assert world.store.check([f"{roll_call._VERDICT}1"])
     world.close()
 

@@ -15,6 +15,7 @@ from scripts.testbed.ranks import run_ranks
 from tests.device.programs import device_of_rank, train_torch_under
 
 
+@pytest.mark.slow  # fast for the engine in test_engine.py, and for both on the fabric
 def test_fsdp2_and_ddp_have_their_bits_of_gloo_under_every_law_of_delay(worlds: DeviceWorlds):
     laws = [Delays(law, seed) for seed, law in enumerate(LAWS)]
     [expected] = run_ranks(train_torch_under, 2, [])[0]

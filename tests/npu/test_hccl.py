@@ -98,6 +98,7 @@ def said_without_capability() -> str:
     return asked_for_capability()[0]
 
 
+@pytest.mark.slow  # every other test on NPUs needs what the start script sets
 def test_without_the_capability_that_the_start_script_sets_every_broadcast_fails(
     npu_worlds: DeviceWorlds,
 ):

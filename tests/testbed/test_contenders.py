@@ -135,6 +135,7 @@ def trained(network: Network, one: Contender) -> Trained:
     return Trained(losses, units, sum(gathers) / len(others), groups, sum(fused))
 
 
+@pytest.mark.slow  # fast in test_trainers.py, in one of the rows
 def test_every_row_of_fsdp2_learns_the_same_in_the_units_of_torchtitan():
     assert len(OF_FSDP2) >= 4
     ranks = run_ranks(train_every_row, 4)

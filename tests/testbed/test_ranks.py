@@ -13,7 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from scripts.testbed.profile import NetworkProfile
-from scripts.testbed.ranks import Cluster, Place, RankFailure, join_gloo, run_ranks, start_process
+from scripts.testbed.ranks import (
+    Cluster,
+    RankFailure,
+    RankPlace,
+    join_gloo,
+    run_ranks,
+    start_process,
+)
 
 
 def _count(folder: Path, name: str) -> int:
@@ -33,7 +40,7 @@ class _BreaksAtFirst:
     def __init__(self, folder: Path, num_failures: int):
         self.folder, self.num_failures = folder, num_failures
 
-    def __call__(self, place: Place) -> tuple:
+    def __call__(self, place: RankPlace) -> tuple:
         first = join_gloo(place)
         if _count(self.folder, "join") <= self.num_failures and place.rank == 1:
             raise RuntimeError("Connection closed by peer")

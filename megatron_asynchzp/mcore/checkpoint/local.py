@@ -25,7 +25,7 @@ import torch
 from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.checkpoint_files.local_files import (
     LocalFile,
-    Place,
+    NodeFolder,
     adopt,
     keep_only,
     lacking,
@@ -99,19 +99,19 @@ def find_local(args: Namespace, manager: Any, shared: int, is_wanted: bool, peer
     return Local(found, tuple(lines))
 
 
-def _place(args: Namespace, manager: Any) -> Place:
-    on_node = node_size(args)
-    return Place(Path(manager.local_ckpt_dir), args.rank, args.rank // on_node * on_node, on_node)
+def _place(args: Namespace, manager: Any) -> NodeFolder:
+    rank, on_node = args.rank, node_size(args)
+    return NodeFolder(Path(manager.local_ckpt_dir), rank, rank // on_node * on_node, on_node)
 
 
-def _tidy(place: Place, has_own: Sequence[bool]) -> list[str]:
+def _tidy(place: NodeFolder, has_own: Sequence[bool]) -> list[str]:
     adopt(place, has_own)
     return remove_damaged(place)
 
 
 def _reason_against(
     args: Namespace,
-    place: Place,
+    place: NodeFolder,
     held: list[list[tuple[int, int]]],
     iteration: int,
     shared: int,
@@ -144,7 +144,7 @@ def _saved_args(file: LocalFile) -> Any:
     return state.common_state_dict["args"]
 
 
-def _first_difference(args: Namespace, place: Place, iteration: int) -> str | None:
+def _first_difference(args: Namespace, place: NodeFolder, iteration: int) -> str | None:
     files = [file for file in place.files() if file.iteration == iteration]
     if not files:
         return None
@@ -159,7 +159,7 @@ def _first_difference(args: Namespace, place: Place, iteration: int) -> str | No
     return None
 
 
-def _refuse_another_run(args: Namespace, place: Place, peers: Peers) -> None:
+def _refuse_another_run(args: Namespace, place: NodeFolder, peers: Peers) -> None:
     """Raise ConfigurationError, on all ranks, where the folder holds checkpoints of a run that
     saves elsewhere: they are as likely newer as not, and are not ours to remove."""
 

@@ -15,7 +15,7 @@ from scripts.testbed.command import RankCommand, count, run_as_ranks, split_comm
 from scripts.testbed.compiler import CompileError
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.platforms import environment
-from scripts.testbed.ranks import Place, new_store
+from scripts.testbed.ranks import RankPlace, new_store
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_as_ranks("testbed.device", [RankCommand(words, env)], args.timeout)
     store = new_store()
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    places = [Place(rank, ranks, ranks, store.port) for rank in range(ranks)]
+    places = [RankPlace(rank, ranks, ranks, store.port) for rank in range(ranks)]
     commands = [
         RankCommand(words, env | place.environment() | _recorded(args.commands, place.rank))
         for place in places

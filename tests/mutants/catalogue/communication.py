@@ -71,10 +71,8 @@ MUTANTS = [
             "            # Allocated here, [Note: memory of a task]. Filled on the "
             "device: a copy from the host\n"
             "            # would hold it until the device has caught up.\n"
-            "            own = [\n"
-            "                torch.full((1,), value, dtype=torch.int64, device=self._device)"
-            " for value in values\n"
-            "            ]\n"
+            "            own = [torch.full((1,), v, dtype=torch.int64, device=self._device)"
+            " for v in values]\n"
             "            extremes = torch.stack([*own, *(-value for value in own)]).view(2, 2)\n"
         ),
         (
@@ -228,7 +226,7 @@ MUTANTS = [
         "a-failure-asks-nobody",
         "law 7: a failure names the ranks that are missing",
         "comm/driver.py",
-        "asks if is_of_peer else None",
+        "suspect if is_of_peer else None",
         "None",
         (
             "tests/comm/test_asking.py::"

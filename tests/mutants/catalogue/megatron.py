@@ -139,11 +139,11 @@ MUTANTS = [
     Mutant(
         "dropped-expert",
         "a model of which no rank describes a part is not streamed",
-        "hf/held_runs.py",
+        "hf/held_boxes.py",
         "if held != wanted:",
         "if held > wanted:",
         (
-            "tests/sharding/test_held_runs.py::"
+            "tests/sharding/test_held_boxes.py::"
             "test_a_tensor_of_which_nobody_describes_a_part_is_refused"
         ),
     ),

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_asynchzp.hf.held_runs import Address, HeldRun
+from megatron_asynchzp.hf.held_boxes import Address, HeldBox
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.marks import unpacked
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
-def described_runs(model: Sequence[AsyncHZPDataParallel]) -> list[HeldRun]:
-    """What this rank describes for others: the runs of its sharding groups, where it is the first
+def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:
+    """What this rank describes for others: the boxes of its sharding groups, where it is the first
     rank; the others hold the same. Between two steps.
 
     Raises ConfigurationError for a parameter that no checkpoint can hold.
     """
-    runs: list[HeldRun] = []
-    shared: dict[object, object] = {}  # equal tuples once: the runs are pickled
+    boxes: list[HeldBox] = []
+    shared: dict[object, object] = {}  # equal tuples once: the boxes are pickled
 
     def once[T](value: T) -> T:
         return shared.setdefault(value, value)  # pyright: ignore[reportReturnType]
@@ -40,8 +40,8 @@ def described_runs(model: Sequence[AsyncHZPDataParallel]) -> list[HeldRun]:
                     shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
                     assert len(size) == len(offset) == len(shape), entry.key
                     replica_id: tuple[int, ...] = entry.replica_id  # pyright: ignore[reportAssignmentType]
-                    runs.append(
-                        HeldRun(
+                    boxes.append(
+                        HeldBox(
                             sys.intern(entry.key),
                             once(size),
                             once(offset),
@@ -52,27 +52,27 @@ def described_runs(model: Sequence[AsyncHZPDataParallel]) -> list[HeldRun]:
                             once(tuple(replica_id[:2])),
                         )
                     )
-    return runs
+    return boxes
 
 
 def unit_at(model: Sequence[AsyncHZPDataParallel], address: Address) -> HZPUnit:
     return model[address.chunk].units[address.unit]
 
 
-def elements_of(run: HeldRun, unit: HZPUnit, whole: torch.Tensor) -> torch.Tensor:
+def elements_of(box: HeldBox, unit: HZPUnit, whole: torch.Tensor) -> torch.Tensor:
     """The elements of a box in `whole` (1-D, one element for each of the unit), 1-D."""
-    part = _part_of(run, unit)
+    part = _part_of(box, unit)
     return whole[part.start : part.stop]
 
 
-def changed_elements_of(run: HeldRun, unit: HZPUnit, marks: torch.Tensor) -> torch.Tensor:
+def changed_elements_of(box: HeldBox, unit: HZPUnit, marks: torch.Tensor) -> torch.Tensor:
     """Which elements of a box are marked, 1-D bool. marks: of the whole unit, see whole_marks."""
-    part = _part_of(run, unit)
+    part = _part_of(box, unit)
     skipped = part.start % 8
     aligned = Range(part.start - skipped, part.stop)
     return unpacked(marks, aligned, (aligned.numel,))[skipped:]
 
 
-def _part_of(run: HeldRun, unit: HZPUnit) -> Range:
-    start = unit.layout.slices[run.address.param].range.start + run.address.start
-    return Range(start, start + run.numel)
+def _part_of(box: HeldBox, unit: HZPUnit) -> Range:
+    start = unit.layout.slices[box.address.param].range.start + box.address.start
+    return Range(start, start + box.numel)

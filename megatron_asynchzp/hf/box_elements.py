@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_asynchzp.hf.held_runs import HeldRun
+from megatron_asynchzp.hf.held_boxes import HeldBox
 
 _INDEX = torch.int32
 ALL = -1
 """In place of a count: all elements of a box, whose indices are not sent."""
 
 
-class Piece(NamedTuple):
+class BoxElements(NamedTuple):
     """Elements of one box.
 
     values: 1-D.
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     indices: Tensor | None = None
 
     @classmethod
-    def of(cls, values: Tensor, changed: Tensor | None) -> "Piece":
+    def of(cls, values: Tensor, changed: Tensor | None) -> "BoxElements":
         """What changed, or all where that is shorter. values: all; changed: bool; both 1-D."""
         if changed is None or values.numel() >= torch.iinfo(_INDEX).max:
             return cls(values)
@@ -41,8 +41,8 @@ class Piece(NamedTuple):
     @classmethod
     def to_receive(
         cls, numel: int, dtype: torch.dtype, device: torch.device, count: int
-    ) -> "Piece":
-        """Memory for a piece of a box of `numel` elements whose `count` is this."""
+    ) -> "BoxElements":
+        """Memory for the elements of a box of `numel` elements whose `count` is this."""
         if count == ALL:
             return cls(torch.empty(numel, dtype=dtype, device=device))
         values = torch.empty(count, dtype=dtype, device=device)
@@ -60,33 +60,36 @@ class Piece(NamedTuple):
                 yield tensor
 
 
-def join(
-    runs: Sequence[HeldRun], num_stacked: int, size: torch.Size, pieces: dict[HeldRun, Piece]
-) -> tuple[Tensor, Tensor | None]:
-    """The tensor of `size` that the boxes `runs` make up, and which of its elements came: bool,
-    None for all; the others are 0. Takes the pieces out of `pieces`.
+type Elements = dict[HeldBox, BoxElements]
 
-    num_stacked: leading dimensions of the boxes that this tensor is one element of.
+
+def join(
+    elements: Elements, boxes: Sequence[HeldBox], stacked: int, size: torch.Size
+) -> tuple[Tensor, Tensor | None]:
+    """The tensor of `size` that `boxes` make up, and which of its elements came: bool,
+    None for all; the others are 0. Takes them out of `elements`.
+
+    stacked: leading dimensions of the boxes that this tensor is one element of.
     """
-    has_all = all(pieces[run].indices is None for run in runs)
-    if has_all and len(runs) == 1:
-        return pieces.pop(runs[0]).values.view(size), None
-    first = pieces[runs[0]].values
+    has_all = all(elements[box].indices is None for box in boxes)
+    if has_all and len(boxes) == 1:
+        return elements.pop(boxes[0]).values.view(size), None
+    first = elements[boxes[0]].values
     whole = first.new_zeros(size)
     came = None if has_all else torch.zeros(size, dtype=torch.bool, device=first.device)
-    for run in runs:
-        values, indices = pieces.pop(run)
-        extents = zip(run.offset[num_stacked:], run.shape[num_stacked:], strict=True)
-        box = tuple(slice(start, start + length) for start, length in extents)
-        shape = run.shape[num_stacked:]
+    for box in boxes:
+        values, indices = elements.pop(box)
+        extents = zip(box.offset[stacked:], box.shape[stacked:], strict=True)
+        part = tuple(slice(start, start + length) for start, length in extents)
+        shape = box.shape[stacked:]
         if indices is None:
-            whole[box] = values.view(shape)
+            whole[part] = values.view(shape)
             if came is not None:
-                came[box] = True
+                came[part] = True
             continue
         assert came is not None
         places = indices.long()
-        whole[box] = values.new_zeros(run.numel).index_put_((places,), values).view(shape)
-        flags = torch.zeros(run.numel, dtype=torch.bool, device=values.device)
-        came[box] = flags.index_fill_(0, places, True).view(shape)
+        whole[part] = values.new_zeros(box.numel).index_put_((places,), values).view(shape)
+        flags = torch.zeros(box.numel, dtype=torch.bool, device=values.device)
+        came[part] = flags.index_fill_(0, places, True).view(shape)
     return whole, came

@@ -23,7 +23,7 @@ class Address(NamedTuple):
     start: int
 
 
-class HeldRun(NamedTuple):
+class HeldBox(NamedTuple):
     """One box of a tensor of the checkpoint.
 
     key, size: of the tensor, in which layers and experts are stacked.
@@ -46,25 +46,25 @@ class HeldRun(NamedTuple):
         return prod(self.shape)
 
 
-def distinct_runs(described: Iterable[HeldRun]) -> dict[str, list[HeldRun]]:
+def distinct_boxes(described: Iterable[HeldBox]) -> dict[str, list[HeldBox]]:
     """Each box once, of the copy that a checkpoint holds, by key.
 
     described: of all ranks. Raises ConfigurationError where the boxes of a tensor are not the
     whole of it.
     """
-    boxes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], HeldRun] = {}
-    for run in described:
-        box = run.key, run.offset, run.shape
-        if box not in boxes or run.copy < boxes[box].copy:
-            boxes[box] = run
-    by_key: dict[str, list[HeldRun]] = {}
-    for run in boxes.values():
-        by_key.setdefault(run.key, []).append(run)
-    for key, runs in by_key.items():
-        sizes = sorted({run.size for run in runs})
+    chosen: dict[tuple[str, tuple[int, ...], tuple[int, ...]], HeldBox] = {}
+    for box in described:
+        place = box.key, box.offset, box.shape
+        if place not in chosen or box.copy < chosen[place].copy:
+            chosen[place] = box
+    by_key: dict[str, list[HeldBox]] = {}
+    for box in chosen.values():
+        by_key.setdefault(box.key, []).append(box)
+    for key, boxes in by_key.items():
+        sizes = sorted({box.size for box in boxes})
         if len(sizes) > 1:
             raise ConfigurationError(f"{key}: the ranks describe it with sizes {sizes}")
-        held, wanted = sum(run.numel for run in runs), prod(sizes[0])
+        held, wanted = sum(box.numel for box in boxes), prod(sizes[0])
         if held != wanted:
             raise ConfigurationError(
                 f"{key}: the ranks hold {held} of its {wanted} elements; a model of which a part "

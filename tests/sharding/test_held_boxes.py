@@ -9,32 +9,32 @@ import pytest
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.held_runs import Address, HeldRun, distinct_runs
+from megatron_asynchzp.hf.held_boxes import Address, HeldBox, distinct_boxes
 
 
-def run(offset: tuple[int, ...], holders: tuple[int, ...], copy: tuple[int, int] = (0, 0)):
+def box(offset: tuple[int, ...], holders: tuple[int, ...], copy: tuple[int, int] = (0, 0)):
     """A row of an expert's matrix of 2 rows, of 3 experts in one layer."""
     size, shape = (1, 3, 2, 5), (1, 1, 1, 5)
-    return HeldRun("w", size, offset, shape, torch.float32, holders, Address(0, 0, 0, 0), copy)
+    return HeldBox("w", size, offset, shape, torch.float32, holders, Address(0, 0, 0, 0), copy)
 
 
-RUNS = [run((0, expert, row, 0), (expert, expert + 3)) for expert in range(3) for row in range(2)]
+BOXES = [box((0, expert, row, 0), (expert, expert + 3)) for expert in range(3) for row in range(2)]
 
 
 def test_the_first_copy_of_a_box_counts_whoever_describes_it_first():
-    copies = [run(one.offset, (9,), copy) for one in RUNS for copy in ((0, 1), (1, 0))]
+    copies = [box(one.offset, (9,), copy) for one in BOXES for copy in ((0, 1), (1, 0))]
     for seed in range(5):
-        described = random.Random(seed).sample([*RUNS, *copies], len(RUNS) + len(copies))
-        assert sorted(distinct_runs(described)["w"]) == RUNS
+        described = random.Random(seed).sample([*BOXES, *copies], len(BOXES) + len(copies))
+        assert sorted(distinct_boxes(described)["w"]) == BOXES
 
 
 def test_a_tensor_of_which_nobody_describes_a_part_is_refused():
-    for missing in RUNS:
+    for missing in BOXES:
         with pytest.raises(ConfigurationError, match="w: the ranks hold 25 of its 30 elements"):
-            distinct_runs(one for one in RUNS if one is not missing)
+            distinct_boxes(one for one in BOXES if one is not missing)
 
 
 def test_ranks_that_know_a_tensor_by_two_sizes_are_refused():
-    last = RUNS[-1]._replace(size=(1, 3, 2, 6))
+    last = BOXES[-1]._replace(size=(1, 3, 2, 6))
     with pytest.raises(ConfigurationError, match="w: the ranks describe it with sizes"):
-        distinct_runs([*RUNS[:-1], last])
+        distinct_boxes([*BOXES[:-1], last])

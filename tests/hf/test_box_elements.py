@@ -7,26 +7,26 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from megatron_asynchzp.hf.held_runs import Address, HeldRun
-from megatron_asynchzp.hf.pieces import Piece, join
+from megatron_asynchzp.hf.box_elements import BoxElements, join
+from megatron_asynchzp.hf.held_boxes import Address, HeldBox
 
 LAYERS = 3
 
 
-def cut(size: tuple[int, ...], cuts: list[list[int]], layer: int) -> list[HeldRun]:
+def cut(size: tuple[int, ...], cuts: list[list[int]], layer: int) -> list[HeldBox]:
     """The boxes of a layer's tensor between the `cuts` of each dim."""
     return [
-        HeldRun(
+        HeldBox(
             "w",
             (LAYERS, *size),
-            (layer, *(start for start, _ in box)),
-            (1, *(stop - start for start, stop in box)),
+            (layer, *(start for start, _ in part)),
+            (1, *(stop - start for start, stop in part)),
             torch.bfloat16,
             (0,),
             Address(0, 0, 0, 0),
             (0, 0),
         )
-        for box in product(*(pairwise(of_dim) for of_dim in cuts))
+        for part in product(*(pairwise(of_dim) for of_dim in cuts))
     ]
 
 
@@ -47,21 +47,21 @@ def test_boxes_make_up_the_tensor_that_was_cut_into_them(size, cuts, share):
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(size, generator=generator).to(torch.bfloat16)
     changed = None if share is None else torch.rand(size, generator=generator) < share
-    runs, pieces = cut(size, cuts, layer=1), {}
-    for run in runs:
-        box = tuple(
+    boxes, elements = cut(size, cuts, layer=1), {}
+    for box in boxes:
+        part = tuple(
             slice(start, start + length)
-            for start, length in zip(run.offset[1:], run.shape[1:], strict=True)
+            for start, length in zip(box.offset[1:], box.shape[1:], strict=True)
         )
-        flags = None if changed is None else changed[box].reshape(-1)
-        pieces[run] = Piece.of(whole[box].reshape(-1), flags)
-        sent = sum(tensor.nbytes for tensor in pieces[run].tensors())
-        shorter = run.numel * 2 if flags is None else int(flags.sum()) * 6
-        assert sent == min(run.numel * 2, shorter)
-        copy = Piece.to_receive(run.numel, whole.dtype, whole.device, pieces[run].count)
-        assert [one.shape for one in copy.tensors()] == [o.shape for o in pieces[run].tensors()]
-    joined, came = join(runs, 1, torch.Size(size), pieces)
-    assert not pieces
+        flags = None if changed is None else changed[part].reshape(-1)
+        elements[box] = BoxElements.of(whole[part].reshape(-1), flags)
+        sent = sum(tensor.nbytes for tensor in elements[box].tensors())
+        shorter = box.numel * 2 if flags is None else int(flags.sum()) * 6
+        assert sent == min(box.numel * 2, shorter)
+        copy = BoxElements.to_receive(box.numel, whole.dtype, whole.device, elements[box].count)
+        assert [one.shape for one in copy.tensors()] == [o.shape for o in elements[box].tensors()]
+    joined, came = join(elements, boxes, 1, torch.Size(size))
+    assert not elements
     if came is None:
         assert torch.equal(joined, whole)
         return
