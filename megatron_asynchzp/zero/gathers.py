@@ -74,11 +74,13 @@ class _Gather:
 
 @dataclass
 class _Preview:
-    """What is sent early. grads: what it reads; update: as for preview_param_steps."""
+    """What is sent early. grads: what it reads; update: as for preview_param_steps; is_outdated: a
+    gradient came after it."""
 
     grads: Task
     update: Callable[[torch.Tensor], None]
     task: Task | None = None
+    is_outdated: bool = False
 
 
 class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
@@ -114,7 +116,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
         self._syncs: dict[HZPUnit, Task] = {}
         self._previews: dict[HZPUnit, _Preview] = {}
-        self._outdated: set[HZPUnit] = set()  # sent early, and a gradient came after it
         self._room = BackwardRoom()
         self._shards_written: dict[str, Any] = {}
         self.note_written()
@@ -312,7 +313,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def note_grads(self, unit: HZPUnit) -> None:
         """The gradient of `unit` is complete; if it was before, then with less in it."""
         if unit in self._sent:
-            self._outdated.add(unit)
+            self._previews[unit].is_outdated = True
 
     def should_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
         """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
@@ -321,7 +322,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     @property
     def sent(self) -> list[HZPUnit]:
         """Units that were sent before the update, with all of their gradients."""
-        return [unit for unit in self._sent if unit not in self._outdated]
+        return [unit for unit in self._sent if not self._previews[unit].is_outdated]
 
     def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
@@ -352,7 +353,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def _forget_previews(self) -> None:
         self._sent, self._room = {}, BackwardRoom()
         self._previews.clear()
-        self._outdated.clear()
 
     def await_sync(self, unit: HZPUnit) -> None:
         """Return when the parameter shard of `unit`, which is in use, is up to date. Who uses what
