@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+BLOCK_SIZE = 128  # keys per block (s2 in the paper)
 # Part of a channel's largest key below which its mean is left alone (SnapRule.RATIO).
 SNAP_RATIO = 0.25
 

@@ -15,13 +15,13 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.heads import AttentionOutput
 from megatron_asynchzp.attention.key_shift import (
+    BLOCK_SIZE,
     ShiftedKeys,
     centred_only,
     shift_keys,
     shift_values,
     zero_unused,
 )
-from megatron_asynchzp.attention.shifting import BLOCK_SIZE
 from megatron_asynchzp.errors import ConfigurationError, require
 
 MODES = ("delegate", "block")

@@ -16,7 +16,6 @@ from megatron_asynchzp.attention.key_shift import ShiftedKeys, centred_only, shi
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR, gemm
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
-from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
 from scripts.testbed.attention.exact import exact_forward
 from scripts.testbed.attention.paper import paper_forward
 from scripts.testbed.attention.paper_data import (
@@ -26,6 +25,7 @@ from scripts.testbed.attention.paper_data import (
     normal_inputs,
     relative_rmse,
 )
+from scripts.testbed.attention.shifting import INITIAL_BETAS, solve_beta
 from scripts.testbed.differences import largest
 from tests.attention.cases import growth_of_dq_error, resonant_inputs
 from tests.support.selection import slow_unless

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_asynchzp.attention.shifting import (
+from scripts.testbed.attention.shifting import (
     INITIAL_BETAS,
     mean_gain,
     recovery_factor,

@@ -27,10 +27,10 @@ from megatron_asynchzp.attention.heads import (
     fold_heads,
     unfold_heads,
 )
-from megatron_asynchzp.attention.key_shift import zero_unused
+from megatron_asynchzp.attention.key_shift import BLOCK_SIZE, zero_unused
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, Precision, gemm
-from megatron_asynchzp.attention.shifting import BLOCK_SIZE, recovery_factor, shifting_matrix
+from scripts.testbed.attention.shifting import recovery_factor, shifting_matrix
 
 # Where the running maximum starts, and what a masked score is: the paper's, near fp16's lowest.
 LOWEST = -60000.0

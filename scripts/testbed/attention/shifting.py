@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the constants of PASA: how much of a block's mean is taken off its keys (beta), the matrix
-that does it, and the factor that undoes it.
+"""Owns the constants of the published PASA: how much of a block's mean is taken off its keys
+(beta), the matrix that does it, and the factor that undoes it.
 
 Section and equation names follow arXiv 2503.01873.
 """
@@ -10,9 +10,10 @@ from math import sqrt
 
 import torch
 
+from megatron_asynchzp.attention.key_shift import BLOCK_SIZE
+
 # 1 - 2^-4, 1 - 2^-5, 1 - 2^-6: where the paper starts its search for beta.
 INITIAL_BETAS = (1 - 2**-4, 1 - 2**-5, 1 - 2**-6)
-BLOCK_SIZE = 128  # keys per block (s2 in the paper)
 
 _MAX_STEPS = 100
 
