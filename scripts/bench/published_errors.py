@@ -12,8 +12,9 @@ import argparse
 import statistics
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,17 @@ from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
-from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.model import (
+    ADAPTED,
+    Adapters,
+    Attention,
+    Batch,
+    Experts,
+    Layer,
+    Mlp,
+    Model,
+    Parallel,
+)
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -29,6 +40,7 @@ from scripts.report.records import append
 from scripts.testbed.machine import machine_record
 
 ROWS = Path(__file__).parent / "published_rows"
+_HALVINGS = 12
 _FITS = 8  # fixed-point iterations; a step is all but proportional to what is fitted
 
 
@@ -49,9 +61,12 @@ class PublishedPoint:
         sizes = [entries[state] for state in ("param", "grad", "optim")]
         return entries.get("name", "P, G, O = {}, {}, {}".format(*sizes))
 
-    def predicted(self, efficiency: float) -> float:
-        """Tokens per GPU and second, or the model FLOPs utilization."""
-        device = replace(self.cluster.device, efficiency=efficiency)
+    def predicted(self, efficiency: float, attention: float = 0.0) -> float:
+        """Tokens per GPU and second, or the model FLOPs utilization. attention: TFLOPS that it
+        reaches, 0 as the cluster's file has it."""
+        device = self.cluster.device
+        attention = attention or device.attention_tflops
+        device = replace(device, efficiency=efficiency, attention_tflops=attention)
         costing = Costing(self.model, self._plan(), replace(self.cluster, device=device))
         step_s = costing.step().step_s
         if self.unit == "mfu":
@@ -84,60 +99,133 @@ class PublishedPoint:
 
 def model_of(has: Mapping[str, Any]) -> Model:
     width = has.get("head_dim", has["hidden"] // has["heads"])
-    mlp = Mlp(has["ffn"], is_gated=True)
+    mlp = Mlp(has["ffn"], is_gated=has.get("gated", True))
     if "experts" in has:
         mlp = Experts(has["experts"], has["topk"], has["ffn"], is_gated=True)
     layer = Layer(Attention(has["heads"], has["groups"], width), mlp)
-    return Model(has["hidden"], has["vocabulary"], (layer,) * has["layers"], is_tied=False)
+    adapters = Adapters(has["adapters"], frozenset(ADAPTED)) if "adapters" in has else None
+    return Model(
+        has["hidden"],
+        has["vocabulary"],
+        (layer,) * has["layers"],
+        is_tied=has.get("tied", False),
+        has_bias=has.get("bias", False),
+        norm_numel=has.get("norm_numel", 1),
+        num_positions=has.get("num_positions", 0),
+        adapters=adapters,
+    )
+
+
+def _points_of(series: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One by one, or as rows under `columns`, of which the first is fitted."""
+    rows = [dict(zip(series["columns"], row, strict=True)) for row in series.get("rows", [])]
+    return series.get("points", []) + [
+        row | {"fit": index == 0, "name": _row_name(row)} for index, row in enumerate(rows)
+    ]
+
+
+def _row_name(row: Mapping[str, Any]) -> str:
+    tp = f"TP {row['tp']}" if row.get("tp", 1) > 1 else ""
+    batch = " x ".join(str(row[key]) for key in _OF_A_BATCH if key in row)
+    return " ".join(filter(None, (tp, batch))) or "FSDP"
+
+
+_OF_A_BATCH = ("micro_batches", "micro_batch", "seq_length")
 
 
 def points(file: Path) -> Iterator[PublishedPoint]:
     rows = tomllib.loads(file.read_text())
     cluster = load_cluster(rows["cluster"])
+    cluster = replace(cluster, ranks_per_node=rows.get("ranks_per_node", cluster.ranks_per_node))
     for part in ("device", "inside", "between"):
         cluster = replace(cluster, **{part: replace(getattr(cluster, part), **rows.get(part, {}))})
     for series in rows["series"]:
         model = model_of(rows["model"] | series.get("model", {}))
-        for point in series["points"]:
+        for point in _points_of(rows["run"] | series):
             entries = rows["run"] | series | point | {"name": point.get("name")}
+            share = entries["ranks"] // entries.get("tp", 1)
+            entries = dict.fromkeys(("param", "grad", "optim"), share) | entries
             entries = {name: value for name, value in entries.items() if value is not None}
             on = cluster.with_ranks(entries["ranks"])
             yield PublishedPoint(file.stem, series["name"], entries, model, on, rows["unit"])
 
 
-def fitted_efficiency(fits: list[PublishedPoint]) -> float:
+def fitted_efficiency(fits: list[PublishedPoint], attention: float = 0.0) -> float:
     """For which the mean of what is predicted for `fits` is that of what was measured."""
     efficiency, wanted = 0.5, statistics.mean(point.entries["value"] for point in fits)
     for _ in range(_FITS):
-        found = statistics.mean(point.predicted(efficiency) for point in fits)
+        found = statistics.mean(point.predicted(efficiency, attention) for point in fits)
         efficiency = min(1.0, efficiency * wanted / found)
     return efficiency
 
 
+def fitted_attention(fits: list[PublishedPoint], on: PublishedPoint) -> float:
+    """For which the point `on` of long sequences is as it was measured, beside `fits`."""
+    low, high = 0.01 * on.cluster.device.tflops, on.cluster.device.tflops
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = on.predicted(fitted_efficiency(fits, middle), middle)
+        low, high = (low, middle) if found > on.entries["value"] else (middle, high)
+    return (low + high) / 2
+
+
 def errors_of(file: Path) -> list[dict]:
     """One line for each point: error is predicted over measured, less one."""
-    lines = []
     every = list(points(file))
-    for series in dict.fromkeys(point.series for point in every):
-        those = [point for point in every if point.series == series]
-        efficiency = fitted_efficiency([point for point in those if point.entries.get("fit")])
+    series: dict[str, list[PublishedPoint]] = {}
+    for point in every:
+        series.setdefault(point.series, []).append(point)
+    fits = {
+        name: [one for one in those if one.entries.get("fit")] for name, those in series.items()
+    }
+    on, attention = tomllib.loads(file.read_text()).get("attention_on"), 0.0
+    if on is not None:
+        those = series[on["series"]]
+        (at,) = [one for one in those if one.entries["seq_length"] == on["seq_length"]]
+        attention = fitted_attention(fits[on["series"]], at)
+        fits[on["series"]].append(at)
+    lines = []
+    for name, those in series.items():
+        efficiency = fitted_efficiency([one for one in those if one.entries.get("fit")], attention)
         for point in those:
-            value, predicted = point.entries["value"], point.predicted(efficiency)
+            value, predicted = point.entries["value"], point.predicted(efficiency, attention)
             lines.append(
                 {
                     "kind": "published",
                     "file": file.stem,
-                    "series": series,
+                    "series": name,
                     "name": point.name,
                     "ranks": point.cluster.num_ranks,
-                    "fitted": bool(point.entries.get("fit")),
+                    "model": point.model.num_params,
+                    "seq_length": point.entries["seq_length"],
+                    "fitted": point in fits[name],
                     "efficiency": efficiency,
+                    "attention": attention,
                     "measured": value,
                     "predicted": predicted,
                     "error": predicted / value - 1,
                 }
             )
     return lines
+
+
+def pairs_of(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
+    """Alternatives for one model on as many ranks with sequences of one length, of which one was
+    measured to be faster by more than 3%: both names, and whether the faster one is predicted to
+    be. Not both are fitted."""
+    found = []
+    for one, other in combinations(lines, 2):
+        same = all(one[key] == other[key] for key in ("file", "model", "ranks", "seq_length"))
+        faster, slower = sorted((one, other), key=lambda line: -line["measured"])
+        is_apart = faster["measured"] > (1 + _APART) * slower["measured"]
+        if same and is_apart and not (one["fitted"] and other["fitted"]):
+            is_right = faster["predicted"] > slower["predicted"]
+            names = [f"{line['series']}, {line['name']}" for line in (faster, slower)]
+            found.append((*names, is_right))
+    return found
+
+
+_APART = 0.03
 
 
 def summary(file: Path, lines: list[dict]) -> dict:
@@ -149,7 +237,11 @@ def summary(file: Path, lines: list[dict]) -> dict:
         "kind": "summary",
         "file": file.stem,
         **{name: rows[name] for name in ("title", "source", "assumed")},
+        **{name: rows[name] for name in ("is_network_stated", "missed")},
         "points": len(errors),
+        "fitted": len(lines) - len(errors),
+        "pairs": len(pairs := pairs_of(lines)),
+        "pairs_right": sum(is_right for *_, is_right in pairs),
         "mean": mean,
         "worst": worst,
         "mean_bound": rows["mean_bound"],

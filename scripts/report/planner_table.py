@@ -11,24 +11,73 @@ from statistics import mean
 
 from scripts.report.records import markdown_table, print_table
 
-_HEAD = ["source", "predicted points", "mean error", "worst error", "bounds", ""]
+_HEAD = ["source", "network", "fitted", "predicted", "mean error", "worst error", "bounds", ""]
+_LARGE = 0.1
 
 
 def markdown(lines: Sequence[dict]) -> str:
-    """One row for each source."""
+    """One row for each source, then a line for all."""
+    found = [one for one in lines if one["kind"] == "summary"]
     rows = [
         [
             one["title"],
+            "stated" if one["is_network_stated"] else "assumed",
+            str(one["fitted"]),
             str(one["points"]),
             f"{one['mean']:.1%}",
             f"{one['worst']:.1%}",
             f"{one['mean_bound']:.0%}, {one['worst_bound']:.0%}",
             "holds" if one["holds"] else "**missed**",
         ]
-        for one in lines
-        if one["kind"] == "summary"
+        for one in found
     ]
-    return markdown_table(_HEAD, rows)
+    stated = {one["file"] for one in found if one["is_network_stated"]}
+    held_out = [line for line in lines if line["kind"] == "published" and not line["fitted"]]
+    errors = {
+        name: mean(abs(line["error"]) for line in of_those)
+        for name, of_those in (
+            ("where the network is stated", [one for one in held_out if one["file"] in stated]),
+            ("of all", held_out),
+        )
+        if of_those
+    }
+    right, pairs = (sum(one[name] for one in found) for name in ("pairs_right", "pairs"))
+    means = ", ".join(f"{error:.1%} {name}" for name, error in errors.items())
+    ranked = (
+        f" Of {pairs} pairs of alternatives more than 3% apart, {right} are in the right order."
+    )
+    return (
+        f"{markdown_table(_HEAD, rows).rstrip()}\n\nMean error: {means}.{ranked if pairs else ''}"
+    )
+
+
+def misses(lines: Sequence[dict]) -> str:
+    """Every predicted row that is off by more than a tenth, and what is known of why."""
+    head = ["source", "row", "ranks", "measured", "predicted", "error"]
+    titles = {one["file"]: one["title"] for one in lines if one["kind"] == "summary"}
+    rows = [
+        [
+            titles[one["file"]],
+            f"{one['series']}, {one['name']}",
+            str(one["ranks"]),
+            _figure(one["measured"]),
+            _figure(one["predicted"]),
+            f"{one['error']:+.1%}",
+        ]
+        for one in lines
+        if one["kind"] == "published" and not one["fitted"] and abs(one["error"]) > _LARGE
+    ]
+    why = [
+        f"- {one['title']}: {one['missed']}."
+        for one in lines
+        if one["kind"] == "summary" and one["missed"]
+    ]
+    return "\n".join([markdown_table(head, rows).rstrip(), "", *why])
+
+
+def _figure(value: float) -> str:
+    """Tokens, or a part of the peak."""
+    return f"{value:,.0f}" if value > 1 else f"{value:.4f}"
 
 
 def testbed(lines: Sequence[dict]) -> str:

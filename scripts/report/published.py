@@ -191,6 +191,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon": lambda: f"{recorded('muon', 'muon')}\n\n{provenance('muon')}",
     "quickstart": quickstart,
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
+    "planner misses": lambda: planner_table.misses(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),

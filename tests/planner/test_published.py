@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner against measurements of others: constants fitted on one size predict the others."""
 
+from statistics import fmean
+
 import pytest
 
-from scripts.bench.published_errors import ROWS, errors_of, points, summary
+from scripts.bench.published_errors import ROWS, errors_of, pairs_of, points, summary
 from scripts.report import planner_table
+from scripts.report.records import read_record
 
 
 @pytest.mark.parametrize("name", ["internevo", "torchtitan"])
@@ -16,6 +19,38 @@ def test_what_was_fitted_on_8_gpus_predicts_more_of_them_within_the_bounds(name)
     of_all = summary(file, lines)
     assert of_all["holds"], of_all
     assert f"{of_all['points']}" in planner_table.markdown([*lines, of_all])
+
+
+def test_rows_with_a_stated_network_hold_and_alternatives_are_in_the_right_order():
+    record = read_record("planner_published").lines
+    found = [one for one in record if one["kind"] == "summary"]
+    stated = {one["file"] for one in found if one["is_network_stated"]}
+    rows = [one for one in record if one["kind"] == "published"]
+    errors = [abs(one["error"]) for one in rows if one["file"] in stated and not one["fitted"]]
+    assert len(errors) > 130 and fmean(errors) <= 0.05
+    pairs, right = (sum(one[name] for one in found) for name in ("pairs", "pairs_right"))
+    assert pairs > 40 and right >= 0.9 * pairs
+    # Fewer are fitted than are predicted.
+    assert 2 * sum(one["fitted"] for one in rows) < sum(not one["fitted"] for one in rows)
+
+
+def test_the_record_is_what_the_planner_predicts_now():
+    record = [one for one in read_record("planner_published").lines if one["kind"] == "published"]
+    for name in ("llm_foundry_h100_scale", "kempnerforge", "pith_train"):
+        now = errors_of(ROWS / f"{name}.toml")
+        was = [one for one in record if one["file"] == name]
+        assert [one["predicted"] for one in now] == pytest.approx([one["predicted"] for one in was])
+
+
+def test_a_pair_counts_where_one_model_on_as_many_ranks_was_measured_to_be_faster():
+    same = {"file": "f", "model": 1, "ranks": 8, "seq_length": 1, "series": "s", "fitted": False}
+    fast = same | {"name": "fast", "measured": 104.0, "predicted": 2.0, "fitted": True}
+    slow = same | {"name": "slow", "measured": 100.0, "predicted": 1.0}
+    assert pairs_of([fast, slow]) == pairs_of([slow, fast]) == [("s, fast", "s, slow", True)]
+    assert [right for *_, right in pairs_of([fast, slow | {"predicted": 3.0}])] == [False]
+    for other in ({"ranks": 16}, {"model": 2}, {"seq_length": 2}, {"measured": 102.0}):
+        assert pairs_of([fast, slow | other]) == []
+    assert pairs_of([fast, slow | {"fitted": True}]) == []
 
 
 def test_every_file_of_published_rows_says_where_it_is_from_and_what_it_assumes():
