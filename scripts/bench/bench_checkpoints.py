@@ -5,7 +5,7 @@ optimizer in both of its forms beside AsyncHZP, 4 gloo ranks behind the CPU plat
 JSON lines with --out.
 
     python -m scripts.bench.bench_checkpoints --repetitions 6 --out runs/checkpoints.jsonl
-    python -m scripts.report.checkpoint_table runs/checkpoints.jsonl
+    python -m scripts.report checkpoints runs/checkpoints.jsonl
 """
 
 import argparse

@@ -5,6 +5,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from scripts.report.records import markdown_table
+
 
 def count(lines: Sequence[dict], what: str) -> str:
     """what: "cases", or those that start with "stock" Megatron or with "ours"."""
@@ -15,33 +17,27 @@ def count(lines: Sequence[dict], what: str) -> str:
 
 def by_hardware(lines: Sequence[dict]) -> str:
     """A row for each kind of GPU that recipes are for, and one for all of them."""
-    rows = [
-        "| for | recipes | as they are | weakened | refused |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     kinds = sorted({line["hardware"] for line in lines})
     for name, kind in [*((kind.upper(), kind) for kind in kinds), ("all", None)]:
         found = [line for line in lines if kind in (None, line["hardware"])]
         started = [line for line in found if line["ours"] is None]
         weakened = sum(bool(line["lost"]) for line in started)
         counts = len(found), len(started) - weakened, weakened, len(found) - len(started)
-        rows.append(f"| {name} | {' | '.join(map(str, counts))} |")
-    return "\n".join(rows)
+        rows.append([name, *map(str, counts)])
+    return markdown_table(["for", "recipes", "as they are", "weakened", "refused"], rows)
 
 
 def by_verdict(lines: Sequence[dict]) -> str:
     """A row for each way in which a recipe may end, the commonest causes first."""
     started = [line for line in lines if line["ours"] is None]
     weakened = [line for line in started if line["lost"]]
-    rows = {
-        "runs as it is": (len(started) - len(weakened), ""),
-        "runs, with something switched off": (len(weakened), lost(lines)),
-        "is refused": (len(lines) - len(started), refused(lines)),
-    }
-    head = f"| your recipe | of {len(lines)} | by |\n| --- | ---: | --- |\n"
-    return head + "\n".join(
-        f"| {name} | {count} | {causes} |" for name, (count, causes) in rows.items()
-    )
+    rows = [
+        ["runs as it is", str(len(started) - len(weakened)), ""],
+        ["runs, with something switched off", str(len(weakened)), lost(lines)],
+        ["is refused", str(len(lines) - len(started)), refused(lines)],
+    ]
+    return markdown_table(["your recipe", f"of {len(lines)}", "by"], rows, 3)
 
 
 def lost(lines: Sequence[dict]) -> str:

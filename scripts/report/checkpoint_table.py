@@ -1,13 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the JSON lines of bench_checkpoints.py, of one or more runs, into Markdown tables.
-
-python -m scripts.report.checkpoint_table runs/checkpoints.jsonl
-"""
+"""Turns the JSON lines of bench_checkpoints.py, of one or more runs, into Markdown tables."""
 
 import statistics
 
-from scripts.report.records import markdown_table, print_table
+from scripts.report.records import markdown_table
 
 LATER_SAVE, LOAD = "later save", "load"
 ACTS = ("first save", LATER_SAVE, "cold load", LOAD)
@@ -67,7 +64,3 @@ def _mib(acts: list[dict], key: str) -> str:
 
 def _median(acts: list[dict], key: str) -> float:
     return statistics.median(act[key] for act in acts)
-
-
-if __name__ == "__main__":
-    print_table("checkpoint_table", "scripts.bench.bench_checkpoints", tables)

@@ -5,6 +5,8 @@ scripts/train/rows.toml holds."""
 
 from collections.abc import Sequence
 
+from scripts.report.records import markdown_table
+
 GIB = 2**30
 _COLUMNS = ("params", "grads", "main, moments", "states", "in flight", "together")
 
@@ -14,14 +16,13 @@ def table(lines: Sequence[dict]) -> str:
     same: dict[tuple, list[dict]] = {}
     for line in lines:
         same.setdefault((line["row"].rsplit("-", 1)[-1] == "nd", *_cells(line)), []).append(line)
-    head = ("row", "parameters", "ranks", *_COLUMNS)
-    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    head, rows = ["row", "parameters", "ranks", *_COLUMNS], []
     for (_, *cells), of_row in same.items():
         ranks = sorted({line["ranks"] for line in of_row})
         text = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
         names = ", ".join(line["row"] for line in of_row)
-        rows.append(f"| {names} | {cells[0]} | {text} | {' | '.join(cells[1:])} |")
-    return "\n".join(rows)
+        rows.append([names, cells[0], text, *cells[1:]])
+    return markdown_table(head, rows, len(head))
 
 
 def _cells(line: dict) -> tuple[str, ...]:

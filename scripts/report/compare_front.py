@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the records of compare.py as the choice that users face: the time of a step over the memory
 that a rank needs for it, with the front of those that nothing beats in both.
-
-    python -m scripts.report.compare_front runs/compare/records.jsonl --output front.png
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +14,6 @@ from megatron_asynchzp.commands.styles import INK, NORMAL, SIZES_MEANING, SMALL,
 from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.compare_table import peak_of
-from scripts.report.records import write_picture
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
 _MARKS = {OURS: ("o", styles.OURS), ND: ("s", styles.STOCK), SHARDED: ("^", styles.PEER)}
@@ -172,7 +169,3 @@ def _name_points(axes: Any, rows: Sequence[Row]) -> None:
             if (dx, dy, side) != _PLACES[-1]:
                 text.remove()
         taken.append(box)
-
-
-if __name__ == "__main__":
-    write_picture("compare_front", "scripts.bench.compare", draw)

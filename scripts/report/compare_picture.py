@@ -3,8 +3,6 @@
 """Draws the records of compare.py: for each cluster and network the step of every contender, beside
 the bytes that it sends off a node and the memory that a rank holds. A column has one scale, so that
 networks can be compared; what a step takes without a network is part of its bar.
-
-    python -m scripts.report.compare_picture runs/compare/records.jsonl --output compare.png
 """
 
 from collections.abc import Iterable
@@ -14,7 +12,6 @@ from typing import Any
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import INK, NORMAL, RED, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_rows import Comparison, Row, comparisons
-from scripts.report.records import write_picture
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
 _BARE = (
@@ -129,7 +126,3 @@ def _draw_step(times: Any, place: int, row: Row, colour: str, has_network: bool)
     ink = INK if colour == styles.PEER else "white"
     plate = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
     times.text(12, place, f"{row.median_ms:.0f}", color=ink, weight="bold", bbox=plate, **inside)
-
-
-if __name__ == "__main__":
-    write_picture("compare_picture", "scripts.bench.compare", draw)

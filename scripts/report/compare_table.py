@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of compare.py into Markdown: what is published of them, and a table of each
 network.
-
-    python -m scripts.report.compare_table runs/compare/records.jsonl
 """
 
 from collections.abc import Iterable, Sequence
 
 from scripts.report.compare_rows import Comparison, Row, comparisons
-from scripts.report.records import markdown_table, print_table
+from scripts.report.records import markdown_table
 from scripts.testbed.contenders.side_by_side import OURS
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
@@ -140,7 +138,3 @@ def measured_table(comparison: Comparison) -> str:
 def _step(row: Row) -> str:
     """Its median, with a warning where others used the machine in every run of it."""
     return f"{row.median_ms:.0f}{' (disturbed)' * (row.foreign > FOREIGN_LIMIT)}"
-
-
-if __name__ == "__main__":
-    print_table("compare_table", "scripts.bench.compare", markdown)

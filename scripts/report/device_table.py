@@ -5,7 +5,7 @@ the emulated device's clock."""
 
 from collections.abc import Sequence
 
-from scripts.report.records import markdown_table, print_table
+from scripts.report.records import markdown_table
 
 _HEAD = ["blocks", "sizes", "hardware queues"]
 
@@ -32,7 +32,3 @@ def device_table(lines: Sequence[dict]) -> str:
 
 def _spread(cells: Sequence[str]) -> str:
     return " to ".join(dict.fromkeys((min(cells), max(cells)))) if cells else ""
-
-
-if __name__ == "__main__":
-    print_table("device_table", "scripts.bench.bench_device", device_table)

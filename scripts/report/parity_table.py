@@ -6,7 +6,7 @@ was compared, and the largest differences beside what is allowed.
 
 from collections.abc import Iterable
 
-from scripts.report.records import markdown_table, print_table
+from scripts.report.records import markdown_table
 
 _MOST_NAMES = 2
 
@@ -57,7 +57,3 @@ def _is_equal(comparison: dict) -> bool:
     is_close = comparison["loss_error"] <= _loss_tolerance(comparison)
     is_close &= comparison["grad_norm_error"] <= comparison["tolerance"]  # False for NaN
     return is_close and not comparison["faults"]
-
-
-if __name__ == "__main__":
-    print_table("parity_table", "tests run with ASYNCHZP_PARITY_LOG", parity_table)

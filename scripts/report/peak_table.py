@@ -4,6 +4,8 @@
 
 from collections.abc import Sequence
 
+from scripts.report.records import markdown_table
+
 MIB = 2**20
 _MOST_ROWS = 5
 
@@ -11,14 +13,17 @@ _MOST_ROWS = 5
 def table(lines: Sequence[dict]) -> str:
     """A row for each of the models and pipeline stages that are predicted worst, with the higher of
     its two peaks."""
-    columns = ("model", "ranks", "stage", "predicted", "counted", "apart")
-    rows = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     worst_first = sorted(lines, key=lambda line: -abs(apart(line)))
-    for line in worst_first[:_MOST_ROWS]:
-        numbers = [f"{max(line[side].values()) / MIB:.2f}" for side in ("predicted", "counted")]
-        cells = (line["model"], str(line["ranks"]), str(line["stage"]), *numbers)
-        rows.append(f"| {' | '.join(cells)} | {apart(line):+.1%} |")
-    text = "\n".join(rows)
+    rows = [
+        [
+            *(str(line[key]) for key in ("model", "ranks", "stage")),
+            *(f"{max(line[side].values()) / MIB:.2f}" for side in ("predicted", "counted")),
+            f"{apart(line):+.1%}",
+        ]
+        for line in worst_first[:_MOST_ROWS]
+    ]
+    head = ["model", "ranks", "stage", "predicted", "counted", "apart"]
+    text = markdown_table(head, rows).rstrip()
     if others := worst_first[_MOST_ROWS:]:
         text += f"\n\n{len(others)} more are at most {worst(others)} off."
     return text

@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of published_errors.py and of planner_errors.py into Markdown: how far the
 planner is from what others measured, and from the test-bed.
-
-    python -m scripts.report.planner_table runs/errors.jsonl
 """
 
 from collections.abc import Sequence
 from statistics import mean
 
-from scripts.report.records import markdown_table, print_table
+from scripts.report.records import markdown_table
 
 _HEAD = ["source", "network", "fitted", "predicted", "mean error", "worst error", "bounds", ""]
 _LARGE = 0.1
@@ -111,7 +109,3 @@ def _cluster(lines: Sequence[dict]) -> list[str]:
         str(len(ratios)),
         f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "",
     ]
-
-
-if __name__ == "__main__":
-    print_table("planner_table", "scripts.bench.published_errors", markdown)

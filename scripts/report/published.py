@@ -31,7 +31,7 @@ from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table
 from scripts.report.plot_timeline import write_picture
-from scripts.report.records import NotRecorded, Record, read_record
+from scripts.report.records import NotRecorded, Record, markdown_table, read_record
 
 MIB = 2**20
 # What nearly all was measured with; docs/results/README.md says so once.
@@ -44,10 +44,18 @@ RECORDED = {
     "early update": "early_update",
     "grad wire": "grad_wire",
     "launch orders": "launch_orders",
+    "muon": "muon",
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
     "pipeline": "pipeline",
 }
+
+
+class Table(NamedTuple):
+    """markdown(lines): the table, of what the record measured."""
+
+    record: str
+    markdown: Callable[[list[dict]], str]
 
 
 class Picture(NamedTuple):
@@ -92,9 +100,8 @@ def provenance(name: str) -> str:
     return "\n".join([f"{where}, made by", "", "```sh", *commands, "```"])
 
 
-def parity() -> str:
+def _longest_parity(lines: list[dict]) -> str:
     """Of each configuration the longest runs."""
-    lines = read_record("parity").lines
     steps: dict[tuple, int] = {}
     for line in lines:
         key = line["variant"], line["ranks"]
@@ -103,42 +110,40 @@ def parity() -> str:
     return parity_table(longest)
 
 
-def host_cost() -> str:
+def _host_cost(lines: list[dict]) -> str:
     """The engine beside FSDP2, with the spread of the totals."""
-    rows = ["| parameters of a unit | system | forward | backward | both | calls |"]
-    rows.append("|---:|---|---:|---:|---:|---:|")
-    for line in read_record("host_cost").lines:
-        spread = f"{line['fastest_us']:.0f} to {line['slowest_us']:.0f}"
-        calls = f"{line['device_calls']:.1f}" if line["device_calls"] else ""
-        rows.append(
-            f"| {line['params']} | {line['system']} "
-            f"| {line['forward_us']:.0f} | {line['backward_us']:.0f} "
-            f"| {line['total_us']:.0f} ({spread}) | {calls} |"
-        )
-    return "\n".join([*rows, "", provenance("host_cost")])
+    head = ["parameters of a unit", "system", "forward", "backward", "both", "calls"]
+    rows = [
+        [
+            str(line["params"]),
+            line["system"],
+            *(f"{line[key]:.0f}" for key in ("forward_us", "backward_us")),
+            f"{line['total_us']:.0f} ({line['fastest_us']:.0f} to {line['slowest_us']:.0f})",
+            f"{line['device_calls']:.1f}" if line["device_calls"] else "",
+        ]
+        for line in lines
+    ]
+    return markdown_table(head, rows, 2)
 
 
-def recorded(name: str, record: str) -> str:
+def _recorded(name: str, lines: list[dict]) -> str:
     """The table `name` that a record holds as text, or the only one."""
-    tables = [line for line in read_record(record).lines if line.get("kind") == "table"]
+    tables = [line for line in lines if line.get("kind") == "table"]
     return next(one["markdown"] for one in tables if one.get("name", name) == name)
 
 
-def quickstart() -> str:
-    stock, ours = read_record("quickstart").lines
-    rows = [f"| MiB of the fullest rank | {stock['name']} | {ours['name']} |", "|---|---:|---:|"]
-    for label, key in (
-        ("parameters", "model_param"),
-        ("gradients", "main_grad"),
-        ("Adam's moments", "optimizer_state"),
-    ):
-        rows.append(f"| {label} | {state_mib(stock, key)} | {state_mib(ours, key)} |")
-    rows += [
-        f"| **at rest** | {at_rest_mib(stock)} | {at_rest_mib(ours)} |",
-        f"| in flight | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
-        f"| **together** | {together_mib(stock)} | {together_mib(ours)} |",
-    ]
-    return "\n".join(rows)
+def _quickstart(lines: list[dict]) -> str:
+    stock, ours = lines
+    head = ["MiB of the fullest rank", stock["name"], ours["name"]]
+    rows: dict[str, Callable[[dict], str]] = {
+        "parameters": lambda run: state_mib(run, "model_param"),
+        "gradients": lambda run: state_mib(run, "main_grad"),
+        "Adam's moments": lambda run: state_mib(run, "optimizer_state"),
+        "**at rest**": at_rest_mib,
+        "in flight": lambda run: state_mib(run, RINGS),
+        "**together**": together_mib,
+    }
+    return markdown_table(head, [[name, of(stock), of(ours)] for name, of in rows.items()])
 
 
 def state_mib(run: dict, *keys: str) -> str:
@@ -157,54 +162,53 @@ def together_mib(run: dict) -> str:
 def compared(study: str) -> Comparison:
     """study: a network of the comparison; that of pipelines is "pipelines NETWORK"."""
     network = study.removeprefix("pipelines ")
-    record = read_record("compare" if network == study else "compare_pipelines")
-    found = {one.profile["name"]: one for one in comparisons(record.lines)}
+    return _on(network, read_record("compare" if network == study else "compare_pipelines").lines)
+
+
+def _on(network: str, lines: list[dict]) -> Comparison:
+    found = {one.profile["name"]: one for one in comparisons(lines)}
     if network not in found:
         raise NotRecorded(f"compare {network}")
     return found[network]
 
 
-def compared_networks() -> str:
+def _on_networks(lines: list[dict]) -> str:
     """What was measured without a network beside its step on each network."""
-    found = comparisons(read_record("compare").lines)
-    return compare_table.networks_table(compared(NO_NETWORK), found)
+    return compare_table.networks_table(_on(NO_NETWORK, lines), comparisons(lines))
 
 
-def _tables_of(study: str) -> dict[str, Callable[[], str]]:
-    return {f"compare {study}": lambda: compare_table.measured_table(compared(study))}
-
-
-def compared_calibrations() -> str:
-    return compare_table.calibration_table(comparisons(read_record("compare").lines))
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "schedules": lambda: schedule_grid.markdown(read_record("schedules").lines),
-    "device schedules": lambda: device_table.device_table(read_record("device_schedules").lines),
-    "compare calibrations": compared_calibrations,
-    "compare networks": compared_networks,
-    **_tables_of("pipelines slow-between-nodes"),
-    "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
-    "parity": parity,
-    "host cost": host_cost,
-    **{name: partial(recorded, name, record) for name, record in RECORDED.items()},
-    "muon": lambda: f"{recorded('muon', 'muon')}\n\n{provenance('muon')}",
-    "quickstart": quickstart,
-    "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
-    "planner misses": lambda: planner_table.misses(read_record("planner_published").lines),
-    "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
-    "peaks": lambda: peak_table.table(read_record("peaks").lines),
-    "real size": lambda: peak_table.table(read_record("real_size").lines),
-    "recipes": lambda: census_table.by_hardware(read_record("recipes").lines),
-    "recipes verdicts": lambda: census_table.by_verdict(read_record("recipes").lines),
-    "versions": lambda: versions_table.versions_table(read_record("versions").lines),
-    "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
-    "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
-    "faults megatron lines": lambda: fault_table.ends(
-        read_record("faults").lines, "megatron", is_explained=False
+TABLES: dict[str, Table] = {
+    "schedules": Table("schedules", schedule_grid.markdown),
+    "device schedules": Table("device_schedules", device_table.device_table),
+    "compare": Table("compare", compare_table.markdown),
+    "compare calibrations": Table(
+        "compare", lambda lines: compare_table.calibration_table(comparisons(lines))
     ),
-    "clusters": lambda: cluster_table.table(read_record("clusters").lines),
-    "scale": lambda: scale_table.table(read_record("scale").lines),
+    "compare networks": Table("compare", _on_networks),
+    "compare pipelines slow-between-nodes": Table(
+        "compare_pipelines",
+        lambda lines: compare_table.measured_table(_on("slow-between-nodes", lines)),
+    ),
+    "checkpoints": Table("checkpoints", checkpoint_table.tables),
+    "parity": Table("parity", _longest_parity),
+    "host cost": Table("host_cost", _host_cost),
+    **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
+    "quickstart": Table("quickstart", _quickstart),
+    "planner": Table("planner_published", planner_table.markdown),
+    "planner misses": Table("planner_published", planner_table.misses),
+    "planner testbed": Table("planner_testbed", planner_table.testbed),
+    "peaks": Table("peaks", peak_table.table),
+    "real size": Table("real_size", peak_table.table),
+    "recipes": Table("recipes", census_table.by_hardware),
+    "recipes verdicts": Table("recipes", census_table.by_verdict),
+    "versions": Table("versions", versions_table.versions_table),
+    "versions checkpoints": Table("versions", versions_table.moves_table),
+    "faults lines": Table("faults", lambda lines: fault_table.ends(lines, "library")),
+    "faults megatron lines": Table(
+        "faults", lambda lines: fault_table.ends(lines, "megatron", False)
+    ),
+    "clusters": Table("clusters", cluster_table.table),
+    "scale": Table("scale", scale_table.table),
 }
 
 
@@ -276,4 +280,4 @@ def table(name: str) -> str:
         return f"![{PICTURES[file].alt}]({PICTURES[file].folder}{file})"
     if name.startswith("provenance "):
         return provenance(name.removeprefix("provenance "))
-    return TABLES[name]()
+    return TABLES[name].markdown(read_record(TABLES[name].record).lines)

@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns files of records, one JSON object a line, and the commands that turn them into Markdown or a
-picture: `python -m scripts.report.NAME FILE...`, for a picture with `--output PNG`.
+"""Owns files of records, one JSON object a line.
 
 Lines of kind "machine" hold the command, the date and the machine of the other lines.
 """
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,37 +85,8 @@ def markdown_table(head: list[str], rows: Iterable[list[str]], num_left: int = 1
     return "\n".join(lines) + "\n"
 
 
-def print_table(name: str, made_by: str, markdown: Callable[[list[dict]], str]) -> None:
-    """The command of a table. made_by: the benchmark whose records it reads."""
-    args = _parser(name, made_by).parse_args()
-    print(_of_records(name, markdown, args.files))
-
-
-def write_picture(name: str, made_by: str, draw: Callable[[list[dict], Path], None]) -> None:
-    """The command of a picture."""
-    parser = _parser(name, made_by)
-    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
-    args = parser.parse_args()
-    _of_records(name, lambda records: draw(records, args.output), args.files)
-
-
-def _parser(name: str, made_by: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m scripts.report.{name}")
-    parser.add_argument(
-        "files", nargs="+", type=existing_file, metavar="FILE", help=f"from {made_by}"
-    )
-    return parser
-
-
 def existing_file(text: str) -> Path:
     """A type of arguments."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text}: there is no such file")
     return Path(text)
-
-
-def _of_records[T](name: str, use: Callable[[list[dict]], T], files: list[Path]) -> T:
-    try:
-        return use(read(files))
-    except RecordsError as error:
-        sys.exit(f"{name}: {error}")

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the grids of the schedule benchmark: for each cluster the step of every system over the
 floor, systems of one time of update and one size of unit side by side.
-
-    python -m scripts.report.schedule_bars runs/schedules.jsonl --output schedules.png
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,6 @@ from megatron_asynchzp.commands.styles import (
     YELLOW,
     bare,
 )
-from scripts.report.records import write_picture
 from scripts.report.schedule_grid import COLUMNS, Grid, grids
 
 _COLOURS = {
@@ -94,7 +91,3 @@ def _draw_grid(grid: Grid, axes: Any) -> None:
     axes.set_ylabel("step / the longer of computing\nand communicating alone", fontsize=NORMAL)
     styles.set_title(axes, grid.name)
     bare(axes)
-
-
-if __name__ == "__main__":
-    write_picture("schedule_bars", "scripts.bench.bench_schedules", draw)

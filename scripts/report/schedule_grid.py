@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the records of bench_schedules.py into one table per cluster that compares like with like:
 a row for each system, a column for each time of update and size of unit.
-
-    python -m scripts.report.schedule_grid runs/schedules.jsonl
 """
 
 import statistics
@@ -11,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.report.records import RecordsError, print_table, split
+from scripts.report.records import RecordsError, split
 
 COMPUTE, COMMUNICATION = "compute only", "communication only"
 COLUMNS = ("late, blocks", "late, halves", "early, blocks", "early, halves")
@@ -145,7 +143,3 @@ def _table(grid: Grid) -> str:
 
 def _spread(cell: Cell) -> str:
     return f"{cell.median_ms:.0f} ({cell.min_ms:.0f} to {cell.max_ms:.0f})"
-
-
-if __name__ == "__main__":
-    print_table("schedule_grid", "scripts.bench.bench_schedules", markdown)

@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from scripts.report.records import markdown_table, print_table
+from scripts.report.records import markdown_table
 
 _HEAD = ["torch", "megatron-core", "Python", "transformers", "result", "date"]
 
@@ -62,7 +62,3 @@ def _result(line: dict) -> str:
     if not line["failed"]:
         return f"{line['passed']} passed"
     return f"{line['passed']} passed, {len(line['failed'])} failed: {', '.join(line['failed'])}"
-
-
-if __name__ == "__main__":
-    print_table("versions_table", "scripts.versions", versions_table)

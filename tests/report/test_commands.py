@@ -3,38 +3,33 @@
 """Tables as commands and every picture, from the published records to the end; and one line for
 wrong input."""
 
-import runpy
-import sys
 from itertools import combinations
 
 import pytest
 from matplotlib.text import Text
 
 from scripts.report import compare_front, compare_picture
+from scripts.report.__main__ import main
 from scripts.report.compare_rows import comparisons
-from scripts.report.published import PICTURES, draw_picture
+from scripts.report.published import PICTURES, TABLES, draw_picture
 from scripts.report.records import append, read_record
 from tests.support.selection import slow_unless
 
-TABLES = {"compare_table": "compare", "schedule_grid": "schedules", "parity_table": "parity"}
-
-
-def run(monkeypatch, name: str, *options: str) -> None:
-    """As `python -m scripts.report.NAME options`."""
-    monkeypatch.setattr(sys, "argv", [name, *options])
-    monkeypatch.delitem(sys.modules, f"scripts.report.{name}", raising=False)
-    runpy.run_module(f"scripts.report.{name}", run_name="__main__")
-
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_has_as_many_cells_in_every_row_as_in_its_head(name, tmp_path, monkeypatch, capsys):
-    append(tmp_path / "records.jsonl", *read_record(TABLES[name]).lines)
-    run(monkeypatch, name, str(tmp_path / "records.jsonl"))
+def test_a_table_has_as_many_cells_in_every_row_as_in_its_head(name, tmp_path, capsys):
+    record = TABLES[name].record
+    append(tmp_path / "records.jsonl", *read_record(record).lines)
+    main([name, str(tmp_path / "records.jsonl")])
     lines = capsys.readouterr().out.splitlines()
     widths = [line.count("|") if line.startswith("|") else 0 for line in lines]
-    assert sum(map(bool, widths)) > 3
+    if not any(widths):
+        assert name in AS_A_SENTENCE
     for before, after in zip(widths, widths[1:]):
         assert not before or not after or before == after
+
+
+AS_A_SENTENCE = ("versions checkpoints",)  # where all loaded alike
 
 
 DRAWN = [name for name in PICTURES if PICTURES[name].draw]
@@ -47,14 +42,16 @@ def test_a_picture_is_drawn_into_a_png(name, tmp_path):
     assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
 
 
-@pytest.mark.parametrize("name", ["compare_table", "compare_picture"])
-@pytest.mark.parametrize("options", [[], ["absent.jsonl", "--output", "p.png"]])
-def test_a_report_without_its_files_ends_in_one_line(name, options, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "words",
+    [[], ["compare"], ["compare", "absent.jsonl"], ["tables", __file__], ["compare.png", __file__]],
+)
+def test_a_report_without_its_files_ends_in_one_line(words, capsys):
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, name, *options)
+        main(words)
     assert ended.value.code == 2
     output = capsys.readouterr().err.strip().splitlines()[-1]
-    assert output.startswith(f"python -m scripts.report.{name}: error: ")
+    assert output.startswith("python -m scripts.report: error: ")
 
 
 def test_a_step_without_a_twin_is_hatched_and_says_why():

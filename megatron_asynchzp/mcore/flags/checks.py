@@ -284,8 +284,7 @@ def _ids_seen(index: Path, data: Path) -> list[int]:
 
     with index.open("rb") as file:
         kind = _TOKEN_DTYPES.get(file.read(len(_INDEX_HEADER) + 9)[-1])  # behind a version
-    number = data.stat().st_size // dtype(kind).itemsize if kind else 0
-    if not number:
+    if kind is None or not (number := data.stat().st_size // dtype(kind).itemsize):
         return []
     tokens = memmap(data, kind, "r", shape=(number,))
     starts = range(0, number, max(_TOKENS_SEEN, number // _PLACES_SEEN))
