@@ -208,16 +208,18 @@ def _bring_steps(
 def new_shards(
     full: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Memory for the results of reduce_scatter_steps, the last of which is this rank's shard.
+    """Memory, fp32, for the results of reduce_scatter_steps, the last of which is this rank's
+    shard.
 
-    wire: where it is not the dtype of `full`, a copy of `full` in it comes first, which
+    wire: where it is not fp32, a copy of `full` in it comes first, which
     rounded_reduce_scatter_steps sends from.
     """
-    shards = [] if wire == full.dtype or not axes else [full.new_empty(full.numel(), dtype=wire)]
+    is_rounded = wire != torch.float32 and axes
+    shards = [full.new_empty(full.numel(), dtype=wire)] if is_rounded else []
     numel = full.numel()
     for axis_group in axes:
         numel //= axis_group.axis.size
-        shards.append(full.new_empty(numel))
+        shards.append(full.new_empty(numel, dtype=torch.float32))
     return shards
 
 
@@ -267,7 +269,8 @@ def rounded_reduce_scatter_steps(
         rank 1   | b0 | b1 |    ->    a1 b1 -> sum in fp32
 
     Along each axis every rank's contribution, its own included, is rounded once, and the sum is
-    not. shards: see new_shards. `full` (fp32) is overwritten: what arrives needs its memory.
+    not. shards: see new_shards. `full` (fp32, or that dtype) is overwritten: what arrives needs its
+    memory.
     """
     copy, results, last = shards[0], shards[1:], None
     for axis_group, result in zip(axes, results, strict=True):
@@ -285,7 +288,7 @@ def rounded_reduce_scatter_steps(
 def rounded_all_reduce_steps(
     shard: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype
 ) -> Steps:
-    """Sum `shard` (1-D, fp32) in place over `axes`; what travels is rounded to `wire`.
+    """Sum `shard` (1-D, fp32 or `wire`) in place over `axes`; what travels is rounded to `wire`.
 
     Every contribution is rounded once before the sum in fp32, and the sum once more, because it
     travels too; so all ranks get the same bits.
@@ -299,7 +302,7 @@ def rounded_all_reduce_steps(
         sent[: shard.numel()].copy_(shard)
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
-        total = shard.new_empty(length)
+        total = shard.new_empty(length, dtype=torch.float32)
         _sum_pieces(received.view(size, length), total, sent)
         own = sent[coordinate * length :][:length].copy_(total)
         work = all_gather_flat(sent, own, group=axis_group.group, async_op=True)

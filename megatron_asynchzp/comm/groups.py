@@ -30,6 +30,7 @@ class ShardGroups:
 
     ranks: the global rank of each rank of the sharding group, in its order.
     grad_dtype: in which gradients travel; they are summed in fp32.
+    main_grad_dtype: in which main_grad keeps the sums of micro-batches: fp32, or grad_dtype.
     """
 
     topology: ShardTopology
@@ -40,6 +41,7 @@ class ShardGroups:
     param_sync: tuple[AxisGroup, ...]
     ranks: tuple[int, ...]
     grad_dtype: torch.dtype = torch.float32
+    main_grad_dtype: torch.dtype = torch.float32
 
     @property
     def all_reduce_axes(self) -> tuple[AxisGroup, ...]:

@@ -6,7 +6,7 @@ planner's formulas.
 
 import importlib.util
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_asynchzp.commands import pretended_world
@@ -136,11 +136,12 @@ def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, fl
 
 
 def held_nbytes(
-    costing: Costing, index: int, grad: int = FP32_NBYTES, main: int = FP32_NBYTES
+    costing: Costing, index: int, grad: int | None = None, main: int = FP32_NBYTES
 ) -> dict[str, float]:
     """At rest on a rank of pipeline stage `index`, by state. grad, main: bytes of an element of
-    gradients and of main parameters."""
+    gradients, None for the plan's, and of main parameters."""
+    if grad is not None:
+        costing = replace(costing, plan=replace(costing.plan, main_grad=grad))
     found = costing.states_by_formula(index)
-    found["main_grad"] *= grad / FP32_NBYTES
     found["main_param"] *= main / FP32_NBYTES
     return found

@@ -154,7 +154,8 @@ def shardings(
     for title, sizes in rows:
         is_ours, sizes = title != "yours", replace(sizes, cuts=()).with_short_axes(on_node)
         one = costing.with_sizes(sizes)
-        grad = 2 if given.grad_reduce_in_bf16 and not is_ours else 4
+        in_bf16 = given.grad_reduce_in_bf16 or "bf" in str(given.main_grads_dtype)
+        grad = None if is_ours else 2 if in_bf16 else 4
         stages = range(one.plan.parallel.pp)
         at_rest = max(sum(held_nbytes(one, i, grad).values()) for i in stages)
         scheme = Candidate(one).scheme

@@ -171,7 +171,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         units = [unit for unit in self.runtime.units if unit.is_trained] if checks else []
         if not units:
             return
-        norms = [unit.main_grad.view(unit.optim_range).norm(p=2) for unit in units]
+        fp32 = torch.float32
+        norms = [unit.main_grad.view(unit.optim_range).norm(p=2, dtype=fp32) for unit in units]
         # All together: each copy to the host would wait for the device.
         for unit, norm in zip(units, torch.stack(norms).cpu(), strict=True):
             for is_bad, what, is_fatal in checks:

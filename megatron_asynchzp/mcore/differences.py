@@ -50,6 +50,7 @@ def count_zeros(
     sum_over: dist.ProcessGroup,
     tp_group: Any,
     expert_tp_group: Any,
+    use_decoupled_grad: bool = False,
 ) -> float:
     """Zeros in the gradients of those of `params` that are counted once."""
     return _without_unknown(
@@ -58,6 +59,7 @@ def count_zeros(
         grad_stats_parallel_group=sum_over,
         tp_group=tp_group,
         expert_tp_group=expert_tp_group,
+        use_decoupled_grad=use_decoupled_grad,
     )
 
 

@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_asynchzp.at_rest.sleep import Sleeper
 from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.timeline import profiler_range
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     TORCHS_ADAM,
     FragmentPlace,
@@ -43,6 +44,7 @@ from megatron_asynchzp.mcore.differences import (
 )
 from megatron_asynchzp.mcore.early_update import build_early_update
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
+from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -124,7 +126,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._parameters.attach_grads()
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        return [param.grad for param in self.get_parameters()]  # pyright: ignore[reportReturnType]
+        return [given_grad(param) for param in self.get_parameters()]  # pyright: ignore[reportReturnType]
 
     @override
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
@@ -145,14 +147,16 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         counted = self._parameters.counted(self.get_parameters())
         groups = self.tp_group, self.expert_tp_group
         params = [param for param in counted if is_counted_once(param, *groups)]
-        return [param.grad for param in params if param.grad is not None]
+        grads = map(given_grad, params)
+        return [grad for grad in grads if grad is not None]
 
     @override
     @torch.no_grad()
     def count_zeros(self) -> float:
         counted = self._parameters.counted(self.get_parameters())
         world: Any = self.grad_stats_parallel_group
-        return count_zeros(counted, world, self.tp_group, self.expert_tp_group)
+        groups = self.tp_group, self.expert_tp_group
+        return count_zeros(counted, world, *groups, self._parameters.are_grads_rounded)
 
     # ---- step
 
@@ -342,7 +346,19 @@ class ShardedParameters:
     def attach_grads(self) -> None:
         """Make every fragment's gradient the view of its place in main_grad: nothing is copied."""
         for fragment, grad in self._grads.items():
-            fragment.grad = grad
+            give_grad(fragment, grad)
+
+    @property
+    def are_grads_rounded(self) -> bool:
+        """Whether main gradients are in bf16. Raises ConfigurationError where not all can be."""
+        dtypes = {grad.dtype for grad in self._grads.values()}
+        others = [unit.name for unit in self.by_unit if unit.dtype != torch.bfloat16]
+        if dtypes == {torch.bfloat16} and others:
+            raise ConfigurationError(
+                f"--main-grads-dtype bf16: parameters of {others[0]} are not in bf16, and one norm "
+                "cannot be taken of gradients in two dtypes; drop the flag"
+            )
+        return dtypes == {torch.bfloat16}
 
     def counted(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Those of `params` that count in sums over the world: the first replica's."""
@@ -390,6 +406,9 @@ def get_asynchzp_optimizer(
         config_overrides = config_overrides | muon_overrides()
     param_groups = _get_param_groups(list(model_chunks), config, config_overrides)
     parameters = ShardedParameters(model_chunks)
+    if is_rounded := parameters.are_grads_rounded:
+        # Megatron, and Transformer Engine for it, then look for gradients in decoupled_grad.
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     for group in param_groups:
         owned = (parameters.by_model_param.get(param) for param in group["params"])
         group["params"] = [fragment for fragment in owned if fragment is not None]
@@ -399,8 +418,8 @@ def get_asynchzp_optimizer(
         )
     else:
         built: Any
-        if moments.is_rounded:
-            built = build_rounded_adam(config, param_groups, moments)
+        if moments.is_rounded or is_rounded:
+            built = build_rounded_adam(config, param_groups, moments, is_rounded)
         else:
             built = _get_megatron_optimizer_based_on_param_groups(
                 config, list(model_chunks), param_groups, skip_megatron_wrapping=True

@@ -12,7 +12,12 @@ from copy import copy
 from typing import Any, Literal
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.asynchzp import AUTO, resolve_grad_dtype, resolve_schedule
+from megatron_asynchzp.mcore.flags.asynchzp import (
+    AUTO,
+    resolve_grad_dtype,
+    resolve_main_grad_dtype,
+    resolve_schedule,
+)
 from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -77,6 +82,7 @@ def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
         is_on_cpu=args.distributed_backend == "gloo",
         has_loss_scale=args.fp16,
         seated=_seated_kinds(args),
+        main_grad=resolve_main_grad_dtype(args).itemsize,
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns Adam whose moments are stored in bf16: Transformer Engine's fused one where
-it is installed, else the same arithmetic from torch.
+"""Owns Adam whose moments, or the gradients it reads, are in bf16: Transformer Engine's fused one
+where it is installed, else the same arithmetic from torch.
 
 A step computes in fp32 and rounds the new moments once, to nearest, when it stores them; the
 parameter is updated from the moments before they are rounded.
@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch.optim.adam import adam
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.taken_grads import given_grad
 
 # Elements that are computed in fp32 at once: what a step takes beside the states is 8 bytes each.
 _CHUNK = 1 << 20
@@ -44,7 +45,8 @@ def moments_of(args: Namespace) -> MomentDtypes:
 
 class RoundedAdam(torch.optim.AdamW):
     """torch's fused Adam, or AdamW, with moments in `moments`. Takes the parameter groups and the
-    hyperparameters of torch.optim.AdamW; parameters are fp32."""
+    hyperparameters of torch.optim.AdamW; parameters are fp32, gradients (given_grad) need not be.
+    """
 
     is_elementwise = True
 
@@ -66,11 +68,11 @@ class RoundedAdam(torch.optim.AdamW):
             raise NotImplementedError("RoundedAdam takes no closure")
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is None:
+                if (grad := given_grad(param)) is None:
                     continue
                 if not self.state[param]:
                     self.initialize_state(param)
-                self._update(param, param.grad, self.state[param], group)
+                self._update(param, grad, self.state[param], group)
 
     def _update(
         self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -81,7 +83,7 @@ class RoundedAdam(torch.optim.AdamW):
             moments = [moment.float() for moment in stored]  # itself where it is fp32
             adam(
                 [values],
-                [gradient],
+                [gradient.float()],
                 *([moment] for moment in moments),
                 max_exp_avg_sqs=[],
                 state_steps=[state["step"].clone()],
@@ -102,10 +104,14 @@ class RoundedAdam(torch.optim.AdamW):
 
 
 def build_rounded_adam(
-    config: OptimizerConfig, param_groups: list[dict], moments: MomentDtypes
+    config: OptimizerConfig,
+    param_groups: list[dict],
+    moments: MomentDtypes,
+    reads_bf16: bool = False,
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Adam over `param_groups`, and the function with which Megatron makes its states before it
-    loads them. Raises ConfigurationError, one line, for a fused Adam with fp32 moments only."""
+    loads them. reads_bf16: gradients are in bf16. Raises ConfigurationError, one line, for a fused
+    Adam with fp32 moments only."""
     common: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -118,7 +124,7 @@ def build_rounded_adam(
         fused: Any = megatron_optimizer.Adam
         if "exp_avg_dtype" not in inspect.signature(fused).parameters:
             raise ConfigurationError(
-                f"--use-precision-aware-optimizer: {fused.__module__} keeps moments in fp32 only; "
+                f"--use-precision-aware-optimizer: {fused.__module__} knows fp32 states only; "
                 "install Transformer Engine 2.1 or newer, or drop the flag"
             )
         built = fused(
@@ -127,12 +133,16 @@ def build_rounded_adam(
             adam_w_mode=config.decoupled_weight_decay,
             exp_avg_dtype=moments.exp_avg,
             exp_avg_sq_dtype=moments.exp_avg_sq,
+            **({"use_decoupled_grad": True} if reads_bf16 else {}),
         )
     return built, _make_states
 
 
 def _make_states(optimizer: Any, config: Any = None) -> None:
+    known = inspect.signature(optimizer.initialize_state).parameters
+    # Transformer Engine's, from 2.1 on, may keep 16 bits of main parameters: ours are whole.
+    more = (False,) if "store_param_remainders" in known else ()
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state[param]:
-                optimizer.initialize_state(param)
+                optimizer.initialize_state(param, *more)

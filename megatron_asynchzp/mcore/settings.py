@@ -17,6 +17,7 @@ from megatron_asynchzp.comm.agreement import PATH, refuse_differences, settings_
 from megatron_asynchzp.mcore.flags.asynchzp import (
     TraceRequest,
     resolve_grad_dtype,
+    resolve_main_grad_dtype,
     resolve_schedule,
     resolve_trace,
 )
@@ -40,7 +41,7 @@ class Settings:
     """sizes: of the dense sharding group. Experts use their gcd with the size of the expert
         data-parallel group.
     schedule: see ScheduleConfig.
-    grad_dtype: in which gradients travel.
+    grad_dtype, main_grad_dtype: see ShardGroups.
     timeout: of the engine's communicators, None for torch's own.
     starts_differ: the ranks initialise their parameters differently, and the first rank's are used.
     saves_beside_training: whether a checkpoint may be written while training goes on.
@@ -52,6 +53,7 @@ class Settings:
     sizes: ShardSizes
     schedule: ScheduleConfig = ScheduleConfig()
     grad_dtype: torch.dtype = torch.float32
+    main_grad_dtype: torch.dtype = torch.float32
     timeout: timedelta | None = None
     starts_differ: bool = False
     saves_beside_training: bool = False
@@ -68,6 +70,7 @@ class Settings:
             resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args)),
             resolve_schedule(args),
             resolve_grad_dtype(args),
+            resolve_main_grad_dtype(args),
             _timeout(args),
             args.data_parallel_random_init,
             args.async_save,

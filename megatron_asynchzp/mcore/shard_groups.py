@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
 
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def create_shard_groups(
         device = communication_device(group)
         if device.type != "cpu":
             created.connect(device)
-        return created
+        return replace(created, main_grad_dtype=settings.main_grad_dtype)
 
     groups = {"dense": over("dp_cp", pg_collection.dp_cp, settings.sizes)}
     if has_experts:

@@ -33,8 +33,9 @@ def state_nbytes_by_formula(
     for unit in units:
         sizes, layout = unit.groups.topology.sizes, unit.layout
         numel = layout.padded_numel if with_padding else layout.numel
-        mean = mean_moment_nbytes(unit, moments)
-        for state, nbytes in state_nbytes(numel, unit.dtype.itemsize, sizes, mean).items():
+        mean, main_grad = mean_moment_nbytes(unit, moments), unit.groups.main_grad_dtype.itemsize
+        found = state_nbytes(numel, unit.dtype.itemsize, sizes, mean, main_grad)
+        for state, nbytes in found.items():
             total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
     return total
 

@@ -87,13 +87,13 @@ def whole_marks(unit: HZPUnit, mark: str) -> torch.Tensor | None:
 
 @torch.no_grad()
 def whole_grads(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each fp32 gradient of a model chunk after its last reduction, as `whole_params`."""
+    """Each gradient of a model chunk after its last reduction, as `whole_params`."""
     runtime.settle()
     for unit in runtime.units:
         if unit.is_trained:
-            full = torch.empty(unit.layout.padded_numel, device=unit.device)
-            axes = unit.groups.optim_gather_axes
-            run_steps(all_gather_steps(unit.main_grad.view(unit.optim_range), full, axes))
+            own, axes = unit.main_grad.view(unit.optim_range), unit.groups.optim_gather_axes
+            full = own.new_empty(unit.layout.padded_numel)
+            run_steps(all_gather_steps(own, full, axes))
             yield from _named(unit, full)
 
 

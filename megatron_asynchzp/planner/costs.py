@@ -78,6 +78,7 @@ class Plan:
     is_on_cpu: whether a rank is a process of the CPU platform.
     has_loss_scale: whether gradients carry one, as in fp16.
     seated: kinds of units that CUDA graphs read, which then have seats.
+    main_grad: bytes of an element of main gradients.
     """
 
     sizes: ShardSizes
@@ -92,6 +93,7 @@ class Plan:
     has_loss_scale: bool = False
     is_on_cpu: bool = False
     seated: tuple[str, ...] = ()
+    main_grad: int = FP32_NBYTES
 
 
 @dataclass(frozen=True)
@@ -383,7 +385,8 @@ class Costing:
         for unit in units:
             moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
             sizes = self.groups[unit.group].sizes
-            found = state_nbytes(numel_of(unit), self.model.itemsize, sizes, moments)
+            itemsize, main_grad = self.model.itemsize, self.plan.main_grad
+            found = state_nbytes(numel_of(unit), itemsize, sizes, moments, main_grad)
             for state, nbytes in found.items():
                 total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
         return dict(total)

@@ -23,16 +23,21 @@ _MOMENTS = "optimizer_moments"
 
 
 def state_nbytes(
-    numel: float, itemsize: int, sizes: ShardSizes, moments: float = 2 * _FP32
+    numel: float,
+    itemsize: int,
+    sizes: ShardSizes,
+    moments: float = 2 * _FP32,
+    main_grad: int = _FP32,
 ) -> dict[str, float]:
     """AsyncHZP section 3, without padding: b N/P, 4 N/G, 4 N/O and m N/O.
 
     b: itemsize of the model's parameters (fp32 ones are their own main parameters); moments: bytes
-    of the optimizer's states per element, m: 8 for Adam in fp32, 4 with both moments in bf16.
+    of the optimizer's states per element, m: 8 for Adam in fp32, 4 with both moments in bf16;
+    main_grad: of main gradients, 2 in bf16.
     """
     return {
         "model_param": numel * itemsize / sizes.param,
-        "main_grad": _FP32 * numel / sizes.grad,
+        "main_grad": main_grad * numel / sizes.grad,
         "main_param": 0.0 if itemsize == _FP32 else _FP32 * numel / sizes.optim,
         _MOMENTS: moments * numel / sizes.optim,
     }

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
+from megatron_asynchzp.zero.taken_grads import give_grad
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -134,7 +135,7 @@ class EarlyUpdate:
         for param, group in of_params:
             start = (param.data_ptr() - main.data_ptr()) // FP32_NBYTES
             copy = copy_of[param] = torch.nn.Parameter(values[start : start + param.numel()])
-            copy.grad = grads[start : start + param.numel()]
+            give_grad(copy, grads[start : start + param.numel()])
             if id(group) not in groups:
                 settings = {key: group[key] for key in list(group) if key != "params"}
                 groups[id(group)] = {**_copied(settings), "params": []}

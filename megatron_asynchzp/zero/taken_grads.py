@@ -90,6 +90,17 @@ def write_grads(
         torch._foreach_add_(*more)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
+def give_grad(param: Any, grad: torch.Tensor) -> None:
+    """Let the optimizer of `param` find `grad`: as `decoupled_grad`, for which Transformer Engine's
+    Adam can be told to look, where torch takes none of its dtype."""
+    setattr(param, "grad" if grad.dtype == param.dtype else "decoupled_grad", grad)
+
+
+def given_grad(param: Any) -> torch.Tensor | None:
+    """What was given to an optimizer's parameter, or None."""
+    return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+
+
 def zero_rest(places: Sequence[torch.Tensor], written: Container[int]) -> None:
     """Zero those of `places`, of parameters and gaps, that are not among `written`."""
     _zero([place for index, place in enumerate(places) if index not in written])

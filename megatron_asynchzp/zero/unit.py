@@ -52,7 +52,7 @@ class Fragment:
     """What this rank's optimizer shard holds of one parameter, number `index` of its unit.
 
     held: which of its row-major elements; values: these of main_param, 1-D fp32; param: as a
-    parameter of an optimizer; grad: their place in main_grad, 1-D fp32, not yet its `grad`.
+    parameter of an optimizer; grad: their place in main_grad, 1-D, not given to it yet (give_grad).
     """
 
     def __init__(self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor):
@@ -64,7 +64,7 @@ class HZPUnit:
     """One gathered-and-released set of parameters (FSDP's unit, Megatron's buckets' place).
 
         at rest             model_param  [P shard, model dtype]
-                            main_grad    [G shard, fp32]
+                            main_grad    [G shard, fp32, or bf16 where groups have it so]
                             main_param   [O shard, fp32], within the other two ranges
         while it computes   + full parameters [padded_numel, model dtype]
         in backward         + full gradients  [padded_numel, fp32]
@@ -140,7 +140,7 @@ class HZPUnit:
             self.optim_range.numel, self.device, self.is_trained, not self.is_main_param_aliased
         )
         if self.is_trained:
-            self.main_grad = self._new_buffer(self._range(sizes.grad), torch.float32)
+            self.main_grad = self._new_buffer(self._range(sizes.grad), self.groups.main_grad_dtype)
             if self.is_main_param_aliased:
                 self.main_param = self.model_param.sub_buffer(self.optim_range)
             else:
@@ -403,7 +403,9 @@ class HZPUnit:
         is_elsewhere = own.data_ptr() != shard.data_ptr()
 
         def end(_held: object = shards) -> None:  # the last collective uses it until then
-            (own.copy_(shard) if is_elsewhere else own).mul_(scale)
+            shard.mul_(scale)
+            if is_elsewhere:
+                own.copy_(shard)
 
         return followed_by(last, end)
 
@@ -428,7 +430,7 @@ class HZPUnit:
             self.main_grad.storage.zero_()
 
     def main_grad_fragments(self) -> list[torch.Tensor]:
-        """What this rank's optimizer shard holds of each parameter's gradient: 1-D fp32 views."""
+        """What this rank's optimizer shard holds of each parameter's gradient: 1-D views."""
         return self.main_grad.sub_buffer(self.optim_range).fragment_views()
 
     def main_param_fragments(self) -> list[torch.Tensor]:

@@ -216,25 +216,35 @@ def test_weight_gradients_that_come_late_in_the_overlapped_schedule_are_stocks(
     assert equal(ours.steps, stock.steps)
 
 
-def saved_and_resumed(base: Sequence[str], folder: str) -> list[Run]:
+def saved_and_resumed(base: Sequence[str], more: Sequence[str], folder: str) -> list[Run]:
     """A whole run; one that saves after two steps; and three that go on from there: with the same
-    sizes, with others, and stock."""
+    sizes, with others, and stock. more: flags of ours."""
     save = ["--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist"]
     load = ["--load", folder, "--ckpt-step", "2", "--ckpt-format", "torch_dist"]
-    ours, others = size_flags((2, 2, 2)), size_flags((1, 1, 2))
+    ours, others = [*more, *size_flags((2, 2, 2))], [*more, *size_flags((1, 1, 2))]
     lines = [ours, [*ours, *save], [*ours, *load], [*others, *load], load]
     return [train([*base, *line]) for line in lines]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+# fmt: off
+GRADS = "main gradients in bf16"
+# Stock keeps them so too, for one micro-batch after the other, and clips copies in fp32.
+STOCKS_GRADS = ["--bf16", "--grad-reduce-in-bf16", "--clip-grad", "0"]
+OUR_GRADS = ["--main-grads-dtype", "bf16"]
+# fmt: on
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", GRADS])
 def test_a_run_goes_on_with_its_histories_in_other_sizes_and_in_stock(
     te_worlds: DeviceWorlds, tmp_path: Path, recipe: str
 ):
-    base = [*BASE, *RECIPES[recipe]]
+    base, more = [*BASE, *RECIPES.get(recipe, STOCKS_GRADS)], OUR_GRADS * (recipe == GRADS)
+    if recipe == GRADS:  # with more of them sizes decide when sums are rounded
+        base += ["--global-batch-size", "2"]
     # Transformer Engine from 2.20 on wants to be told that its pickled histories may be loaded.
     env = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
     whole, saving, *resumed = te_worlds.run(
-        saved_and_resumed, 2, base, str(tmp_path), timeout_s=590, env=env
+        saved_and_resumed, 2, base, more, str(tmp_path), timeout_s=590, env=env
     )[0]
     assert saving.steps == whole.steps
     for run in resumed:
@@ -320,3 +330,30 @@ def compared_with_references() -> None:
 
 def test_the_stand_in_agrees_with_the_references_in_transformer_engine(te_worlds: DeviceWorlds):
     te_worlds.run(compared_with_references, 1)
+
+
+def train_with_grads_in_bf16(micro_batches: int) -> list[tuple[bool, Run]]:
+    """Stock DDP, and ours with four choices of sizes; whether G is 1."""
+    batch = ["--global-batch-size", str(2 * micro_batches)]
+    found = [(True, train([*BASE, *STOCKS_GRADS, *batch]))]
+    for sizes in ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)):
+        line = [*BASE, *STOCKS_GRADS, *batch, *OUR_GRADS, *size_flags(sizes)]
+        found.append((sizes[1] == 1, train(line)))
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_main_gradients_in_bf16_are_stocks(te_worlds: DeviceWorlds, micro_batches: int):
+    """Bit for bit where the ranks are summed after the micro-batches, as stock does it, or there is
+    one; else each micro-batch's sum over G is rounded."""
+    runs = te_worlds.run(train_with_grads_in_bf16, 2, micro_batches, timeout_s=590)[0]
+    (_, stock), *ours = runs
+    assert len({loss for loss, _ in stock.steps}) == 4
+    for is_first, run in ours:
+        assert "keeps main gradients in bf16" in run.log
+        if is_first or micro_batches == 1:
+            assert equal(run.steps, stock.steps)
+            continue
+        for (loss, norm), (stocks, stocks_norm) in zip(run.steps, stock.steps, strict=True):
+            assert loss == pytest.approx(stocks, rel=2e-4)
+            assert norm == pytest.approx(stocks_norm, rel=2e-3)

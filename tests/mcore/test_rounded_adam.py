@@ -12,8 +12,10 @@ from hypothesis import given, settings
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import rounded_adam
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_main_grad_dtype
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, RoundedAdam, build_rounded_adam
+from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
 
 _HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _BF16 = MomentDtypes(torch.bfloat16, torch.bfloat16)
@@ -62,17 +64,31 @@ def test_the_parameter_moves_by_moments_that_are_rounded_only_when_they_are_stor
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == tuple(moments)
 
 
+@pytest.mark.parametrize("moments", [MomentDtypes(), _BF16])
+def test_a_gradient_in_bf16_is_what_it_is_in_fp32(moments):
+    start, grad = torch.randn(1000), torch.randn(1000).bfloat16()
+    params = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    give_grad(params[0], grad)
+    give_grad(params[1], grad.float())
+    assert params[0].grad is None and given_grad(params[0]) is grad
+    for param in params:
+        RoundedAdam([param], moments, True, **_HOW).step()
+    assert torch.equal(params[0], params[1]) and not torch.equal(params[0], start)
+
+
 class _Fused(torch.optim.SGD):
     """Stands for Transformer Engine's Adam, which is CUDA only: notes how it was made."""
 
     def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode, exp_avg_dtype,
-                 exp_avg_sq_dtype):  # fmt: skip
+                 exp_avg_sq_dtype, use_decoupled_grad=False):  # fmt: skip
         super().__init__(params, lr=lr)
+        self.use_decoupled_grad = use_decoupled_grad
         self.made = (betas, eps, weight_decay, adam_w_mode, exp_avg_dtype, exp_avg_sq_dtype)
         self.initialized = []
 
-    def initialize_state(self, param):
+    def initialize_state(self, param, store_param_remainders):
         self.initialized.append(param)
+        assert not store_param_remainders
 
 
 class _OldFused(torch.optim.SGD):
@@ -111,20 +127,21 @@ def test_every_setting_of_the_run_reaches_adam(is_decoupled, eps, beta, beta_sq,
     assert torch.equal(got, expected)
 
 
-def _build(fused):
+def _build(fused, **more):
     params = [torch.nn.Parameter(torch.ones(3))]
     with (
         mock.patch.object(rounded_adam.megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
         mock.patch.object(rounded_adam.megatron_optimizer, "Adam", fused),
     ):
-        return params, *build_rounded_adam(_config(), [{"params": params}], _BF16)
+        return params, *build_rounded_adam(_config(), [{"params": params}], _BF16, **more)
 
 
 def test_the_fused_adam_of_a_device_gets_the_dtypes_and_makes_its_states_itself():
     params, built, make_states = _build(_Fused)
     assert built.made == ((0.9, 0.95), 1e-8, 0.1, True, torch.bfloat16, torch.bfloat16)
     make_states(built)
-    assert built.initialized == params
+    assert built.initialized == params and not built.use_decoupled_grad
+    assert _build(_Fused, reads_bf16=True)[1].use_decoupled_grad
 
 
 def test_a_fused_adam_without_such_dtypes_is_refused_in_one_line():
@@ -134,7 +151,8 @@ def test_a_fused_adam_without_such_dtypes_is_refused_in_one_line():
 
 def _flags(**given) -> Namespace:
     usual = {"optimizer": "adam", "use_precision_aware_optimizer": True}
-    return Namespace(**(usual | {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"} | given))
+    dtypes = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
+    return Namespace(**(usual | dict.fromkeys(dtypes, "fp32") | given))
 
 
 def test_the_flags_become_dtypes_and_megatrons_own_optimizer_is_switched_off():
@@ -143,6 +161,13 @@ def test_the_flags_become_dtypes_and_megatrons_own_optimizer_is_switched_off():
     assert "bf16 and fp32" in line and not args.use_precision_aware_optimizer
     assert args.exp_avg_dtype == "fp32"
     assert rounded_adam.moments_of(args) == MomentDtypes(exp_avg=torch.bfloat16)
+
+
+def test_main_gradients_in_bf16_are_the_engines_own():
+    args = _flags(main_grads_dtype="bf16", use_precision_aware_optimizer=False)
+    (line,) = take_moment_dtypes(args)
+    assert "keeps main gradients in bf16" in line and args.main_grads_dtype == "fp32"
+    assert resolve_main_grad_dtype(args) == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.support.world import on_ranks
 STEPS = ("--train-iters", "3")  # two steps like the others, after the one that records the order
 WIDE = ("--hidden-size", "128", "--vocab-size", "1023")  # so that padding is a small part
 MUON = ("--optimizer", "muon")
+BF16_GRADS = (*BF16, "--main-grads-dtype", "bf16")
 
 Case = tuple[tuple[str, ...], tuple[int, int, int]]
 CASES: list[Case] = [
@@ -23,6 +24,7 @@ CASES: list[Case] = [
     ((), (2, 4, 4)),
     ((*BF16, *MIXTURE_OF_EXPERTS), (2, 2, 4)),
     ((*BF16, *MUON), (2, 2, 4)),
+    (BF16_GRADS, (2, 2, 4)),
 ]
 
 
@@ -73,7 +75,7 @@ def states_of_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "cases", [CASES[2:3] + CASES[4:5], slow_unless(False, CASES)], ids=["some", "all"]
+    "cases", [CASES[2:3] + CASES[4:5] + CASES[6:], slow_unless(False, CASES)], ids=["some", "all"]
 )
 def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(cases):
     for states in on_ranks(states_of_all, 4, cases):
@@ -86,24 +88,32 @@ def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(cases
             assert state["held"] >= 0.99 * state["formula"], (flags, sizes)
             stated_padding = bytes_per_element * state["padding"]
             assert state["held"] <= 1.01 * state["formula"] + stated_padding, (flags, sizes)
-            if flags == tuple(BF16):
+            if flags in (tuple(BF16), BF16_GRADS):
                 param, grad, optim = sizes
-                law = 2 / param + 4 / grad + 12 / optim
+                law = 2 / param + (2 if flags == BF16_GRADS else 4) / grad + 12 / optim
                 assert abs(state["formula"] - law * state["dense_numel"]) < 1
 
 
-def gradients_in_bf16() -> tuple[set, list, list]:
-    """dtypes in which gradients travel with the flag, and the losses with and without it."""
+def gradients_in_bf16() -> list[tuple[set, list]]:
+    """dtypes in which gradients travel and are kept, and the losses: without a flag, with the one
+    for the first, and with the one for both."""
 
     def dtypes(chunks: list, _optimizer: Any) -> set:
-        return {unit.groups.grad_dtype for chunk in chunks for unit in chunk.units}
+        units = [unit for chunk in chunks for unit in chunk.units]
+        return {(unit.groups.grad_dtype, unit.main_grad.storage.dtype) for unit in units}
 
     argv = gpt_args(*STEPS, *BF16, *size_flags((1, 2, 4)))
-    rounded = run_pretrain([*argv, "--grad-reduce-in-bf16"], inspect=dtypes)
-    return rounded.inspected, rounded.losses, run_pretrain(argv).losses
+    runs = [
+        run_pretrain([*argv, *flags], inspect=dtypes)
+        for flags in ([], ["--grad-reduce-in-bf16"], BF16_GRADS)
+    ]
+    return [(run.inspected, run.losses) for run in runs]
 
 
-def test_the_flag_for_gradients_in_bf16_changes_what_travels_and_hardly_the_losses():
-    for dtypes, rounded, exact in on_ranks(gradients_in_bf16, 4):
-        assert dtypes == {torch.bfloat16}
-        assert rounded[-1] != exact[-1] and rounded == pytest.approx(exact, rel=1e-3)
+def test_the_flags_for_gradients_in_bf16_change_what_travels_and_stays_and_hardly_the_losses():
+    for found in on_ranks(gradients_in_bf16, 4):
+        (_, exact), (travels, rounded), (stays, kept) = found
+        assert travels == {(torch.bfloat16, torch.float32)}
+        assert stays == {(torch.bfloat16, torch.bfloat16)}
+        assert len({exact[-1], rounded[-1], kept[-1]}) == 3
+        assert rounded == pytest.approx(exact, rel=1e-3) and kept == pytest.approx(exact, rel=1e-3)

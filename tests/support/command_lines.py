@@ -98,6 +98,8 @@ def _dtypes(chance: random.Random) -> list[str]:
         words = [*words, "--use-precision-aware-optimizer"]
         words += ["--exp-avg-dtype", chance.choice(("fp32", "bf16"))]
         words += ["--exp-avg-sq-dtype", chance.choice(("fp32", "bf16"))]
+        if "--bf16" in words:
+            words += ["--main-grads-dtype", chance.choice(("fp32", "bf16"))]
     return words
 
 

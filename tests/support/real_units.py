@@ -7,6 +7,7 @@ bytes of the engine's own units of them: what the planner's formulas are held ag
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,11 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
+from megatron_asynchzp.mcore.flags.asynchzp import (
+    resolve_grad_dtype,
+    resolve_main_grad_dtype,
+    resolve_schedule,
+)
 from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, shard_sizes
 from megatron_asynchzp.mcore.start_table import preview_of_units
 from megatron_asynchzp.mcore.state_bytes import state_nbytes_by_formula
@@ -115,9 +120,10 @@ def memory_of(index: int, chunks: Chunks, pg_collection: Any, args: Namespace) -
         topology = ShardTopology(
             len(ranks), group.rank(), shard_sizes(args).restricted_to(len(ranks))
         )
-        groups[key] = ShardGroups.of_topology(
+        made = ShardGroups.of_topology(
             topology, ranks, lambda _, ranks: dist.new_group(list(ranks)), resolve_grad_dtype(args)
         )
+        groups[key] = replace(made, main_grad_dtype=resolve_main_grad_dtype(args))
     of_chunks = [
         [
             HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer)

@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that travel in bf16 and are summed in fp32: against what one process computes, and the
-bytes that were sent.
+"""Gradients that travel in bf16 and are summed in fp32, and are kept in fp32 or bf16: against what
+one process computes, and the bytes that were sent.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -32,9 +33,12 @@ def gradients_of(rank: int, numel: int, micro_batch: int) -> torch.Tensor:
     return torch.randn(numel, generator=generator) * 2.0**sizes
 
 
-def reduce_unit(sizes: tuple[int, int, int], dtype: torch.dtype, numel: int) -> HZPUnit:
-    """A unit after a step of MICRO_BATCHES, whose gradients travelled in `dtype`."""
-    groups = replace(shard_groups(sizes), grad_dtype=dtype)
+def reduce_unit(
+    sizes: tuple[int, int, int], dtype: torch.dtype, numel: int, kept: torch.dtype = torch.float32
+) -> HZPUnit:
+    """A unit after a step of MICRO_BATCHES, whose gradients travelled in `dtype`, and were added to
+    those of the micro-batch before in `kept`."""
+    groups = replace(shard_groups(sizes), grad_dtype=dtype, main_grad_dtype=kept)
     unit = HZPUnit("toy", [("weight", torch.nn.Parameter(torch.zeros(numel)))], groups)
     for micro_batch in range(MICRO_BATCHES):
         full = torch.zeros(unit.layout.padded_numel)
@@ -72,7 +76,9 @@ def reduced(vectors: list[torch.Tensor], axes: list[Sequence[MeshAxis]]) -> list
     return vectors
 
 
-def expected_shards(sizes: tuple[int, int, int], world_size: int, numel: int, padded: int) -> list:
+def expected_shards(
+    sizes: tuple[int, int, int], world_size: int, numel: int, padded: int, kept_in: torch.dtype
+) -> list:
     """What each rank's optimizer shard is to hold."""
     ranks = range(world_size)
     places = [ShardTopology(world_size, rank, ShardSizes(*sizes)) for rank in ranks]
@@ -82,7 +88,8 @@ def expected_shards(sizes: tuple[int, int, int], world_size: int, numel: int, pa
         for rank in ranks:
             vectors[rank][:numel] = gradients_of(rank, numel, micro_batch)
         shards = reduced(vectors, [place.grad_axes for place in places])
-        main = [kept + new for kept, new in zip(main, shards, strict=True)]
+        sums = [kept + new for kept, new in zip(main, shards, strict=True)]
+        main = [one.to(kept_in).float() for one in sums]
     main = reduced(main, [place.grad_sync_axes for place in places])
     results = main
     for rank, place in enumerate(places):
@@ -91,15 +98,16 @@ def expected_shards(sizes: tuple[int, int, int], world_size: int, numel: int, pa
             for member in axis.members[1:]:
                 result = result + main[member].bfloat16().float()
             results = [*results[:rank], result.bfloat16().float(), *results[rank + 1 :]]
-    return [result * SCALE for result in results]
+    return [(result * SCALE).to(kept_in) for result in results]
 
 
 def compare_with_one_process(all_sizes: list[tuple[int, int, int]], numel: int) -> int:
-    for sizes in all_sizes:
-        unit = reduce_unit(sizes, torch.bfloat16, numel)
-        expected = expected_shards(sizes, dist.get_world_size(), numel, unit.layout.padded_numel)
+    for sizes, kept in product(all_sizes, (torch.float32, torch.bfloat16)):
+        unit = reduce_unit(sizes, torch.bfloat16, numel, kept)
+        padded = unit.layout.padded_numel
+        expected = expected_shards(sizes, dist.get_world_size(), numel, padded, kept)
         own = unit.main_grad.view(unit.optim_range)
-        assert torch.equal(own, expected[dist.get_rank()]), sizes
+        assert own.dtype == kept and torch.equal(own, expected[dist.get_rank()]), sizes
     return len(all_sizes)
 
 

@@ -388,7 +388,16 @@ def _stage_led(args: Namespace) -> int | None:
 
 def resolve_grad_dtype(args: Namespace) -> "torch.dtype":
     """In which dtype gradients travel. As in stock Megatron, --grad-reduce-in-bf16 is for bf16
-    models."""
+    models, and main gradients in bf16 travel as they are."""
     import torch
 
-    return torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32
+    is_shorter = args.grad_reduce_in_bf16 or resolve_main_grad_dtype(args) != torch.float32
+    return torch.bfloat16 if args.bf16 and is_shorter else torch.float32
+
+
+def resolve_main_grad_dtype(args: Namespace) -> "torch.dtype":
+    """In which dtype a rank keeps the sums of its gradients."""
+    import torch
+
+    word = getattr(args, "asynchzp_main_grads_dtype", "fp32")
+    return torch.bfloat16 if word == "bf16" else torch.float32

@@ -107,11 +107,18 @@ def argument_of(example: str) -> str:
     return example.split()[0].removeprefix("--").replace("-", "_")
 
 
-def _other_dtype_than_fp32(example: str) -> Refusal:
+def _other_dtype_than_fp32(
+    example: str, is_asked: Callable[[Namespace], Any] = lambda args: True
+) -> Refusal:
+    """Refused with another dtype, where `is_asked` is true."""
     # A word before Megatron's validation, a torch.dtype after it.
     name = argument_of(example)
     fp32 = ("fp32", "torch.float32")
-    return Refusal(example, lambda args: str(getattr(args, name)) not in fp32, "other than fp32")
+
+    def is_refused(args: Namespace) -> bool:
+        return str(getattr(args, name)) not in fp32 and bool(is_asked(args))
+
+    return Refusal(example, is_refused, "other than fp32")
 
 
 def _fp8(example: str, is_asked: Callable[[Namespace], bool], condition: str) -> Refusal:
@@ -244,10 +251,26 @@ REFUSALS: tuple[Refusal, ...] = (
         equal_to("--muon-scalar-optimizer lion"),
     ),
     *because(
-        "main parameters and gradients are kept in fp32",
+        "main parameters are kept in fp32",
         _DROP,
         _other_dtype_than_fp32("--main-params-dtype fp16"),
-        _other_dtype_than_fp32("--main-grads-dtype bf16"),
+    ),
+    *because(
+        "gradients of a bf16 model are then added up in bf16, and Adam alone reads them",
+        "use --bf16 and --optimizer adam, or drop the flag",
+        replace(
+            _other_dtype_than_fp32(
+                "--main-grads-dtype bf16 --loss-scale 8",
+                lambda args: (
+                    not args.bf16
+                    or args.optimizer != "adam"
+                    or args.loss_scale
+                    or args.accumulate_allreduce_grads_in_fp32
+                ),
+            ),
+            condition="bf16 without --bf16, without Adam, with --loss-scale or "
+            "--accumulate-allreduce-grads-in-fp32",
+        ),
     ),
     *because(
         "Megatron has a name for it and no code",

@@ -553,6 +553,22 @@ def multi_tensor_adam(
             place.copy_(value)
 
 
+def multi_tensor_adam_param_remainder(chunk, noop, lists, *settings):
+    """As multi_tensor_adam, of parameters in bf16 whose main parameters are the lower 16 bits that
+    they lack; where the highest of these is set the bf16 was rounded up.
+
+    Source: common/multi_tensor/adam.cu, AdamFunctorMasterParamRemainder.
+    """
+    for grad, param, first, second, low in zip(*lists, strict=True):
+        lower = low.to(torch.int32)
+        high = param.view(torch.int16).to(torch.int32) - (lower < 0).int()
+        values = ((high << 16) | (lower & 0xFFFF)).view(torch.float32)
+        multi_tensor_adam(chunk, noop, [[grad], [values], [first], [second]], *settings)
+        bits = values.view(torch.int32)
+        low.copy_(bits & 0xFFFF)
+        param.view(torch.int16).copy_((bits >> 16) + (low < 0).int())
+
+
 def multi_tensor_scale(chunk, noop, lists, scale):
     """lists: what is scaled, and where to. noop is set where a result is not finite."""
     for source, target in zip(*lists, strict=True):
@@ -576,8 +592,8 @@ for _made in (
     generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd,
     fused_multi_row_padding, fused_multi_row_unpadding,
     scaled_softmax_forward, scaled_masked_softmax_forward,
-    scaled_upper_triang_masked_softmax_forward, multi_tensor_adam, multi_tensor_scale,
-    multi_tensor_l2norm,
+    scaled_upper_triang_masked_softmax_forward, multi_tensor_adam,
+    multi_tensor_adam_param_remainder, multi_tensor_scale, multi_tensor_l2norm,
 ):
     setattr(extension, _made.__name__, _made)
 # fmt: on

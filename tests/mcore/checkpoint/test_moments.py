@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # fmt: off
 ROUNDED = (*BF16, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
-           "--exp-avg-sq-dtype", "bf16")
+           "--exp-avg-sq-dtype", "bf16", "--main-grads-dtype", "bf16")
 # fmt: on
 _MOMENTS = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 
