@@ -178,6 +178,7 @@ def _parse(
 ) -> tuple[Namespace, list[str]]:
     patch_megatron()
     world = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     is_cpu = platform.is_cpu_asked(argv)
     with (
         mock.patch.dict(os.environ, world),

@@ -43,8 +43,7 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     is_asynchzp = getattr(args, "use_asynchzp", False)
     if getattr(args, "use_pasa_attention", False):
         refuse_unsupported_attention(args)
-    is_rehearsed = getattr(args, "asynchzp_dry_run", None) is not None
-    if is_asynchzp and not is_rehearsed and not torch.distributed.is_initialized():
+    if is_asynchzp and not torch.distributed.is_initialized():
         refuse_no_rank()
     lines = prepare_args(args) if is_asynchzp else []
     lines += apply_platform_defaults(args)
@@ -58,6 +57,6 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     if args.rank == 0:
         for line in lines:
             print(f"megatron_asynchzp: {line}", flush=True)
-    if is_rehearsed:
+    if getattr(args, "asynchzp_dry_run", None) is not None:
         raise DryRunStop(args)
     return result
