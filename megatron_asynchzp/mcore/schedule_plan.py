@@ -29,10 +29,13 @@ def _wrap_plans(model: Any, runtime: HZPRuntime) -> None:
         plan = build(*args, **kwargs)
         seen: dict[Any, None] = {}
         # In the order of forward; so nothing adds to a gradient after the first part with its unit.
-        for node, params, late in _needs(plan, model):
-            units = list(dict.fromkeys(unit_of[param] for param in params))
-            all_units = dict.fromkeys([*units, *(unit_of[param] for param in late)])
-            _join(node, runtime.part(units, [unit for unit in all_units if unit not in seen]))
+        for node, *params in _needs(plan, model):
+            units, late, again = ([unit_of[param] for param in some] for some in params)
+            all_units = dict.fromkeys([*units, *late])
+            completes = [unit for unit in all_units if unit not in seen]
+            units = list(dict.fromkeys(units))
+            again = [unit for unit in dict.fromkeys(again) if unit not in units]
+            _join(node, runtime.part(units, completes, again))
             seen |= all_units
         return plan
 
@@ -42,14 +45,15 @@ def _wrap_plans(model: Any, runtime: HZPRuntime) -> None:
 _Params = list[nn.Parameter]
 
 
-def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params]]:
-    """Each node of a schedule plan that computes with parameters, these, and those that another
-    stream computes with later in its layer: gradients are complete on the stream that computes,
-    which the autograd engine lets wait for the other one."""
+def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params, _Params]]:
+    """Each node of a schedule plan that computes with parameters; these; those that another stream
+    computes with later in its layer: gradients are complete on the stream that computes, which the
+    autograd engine lets wait for the other one; and those with which its backward computes again
+    what an earlier node has made."""
     embedding = _params(getattr(model, "embedding", None))
     final_norm = _params(model.decoder.final_layernorm)
     if model.pre_process:
-        yield plan.pre_process, embedding, []
+        yield plan.pre_process, embedding, [], []
     for index in range(plan.num_layers()):
         nodes = plan.get_layer(index)
         outer, combine = nodes.layer, nodes.moe_combine
@@ -60,17 +64,18 @@ def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params]]:
         is_last = has_experts and combine.is_last_layer and not is_predicting
         combined = final_norm if is_last else []
         first = [*others, *embedding] if is_predicting else others
-        yield nodes.pre_dispatch_computation, first, combined
-        yield nodes.mlp, experts or others, []
+        yield nodes.pre_dispatch_computation, first, combined, []
+        norm = _params(inner.pre_mlp_layernorm) if inner.recompute_pre_mlp_layernorm else []
+        yield nodes.mlp, experts or others, [], norm
         if combined:
-            yield combine, combined, []
+            yield combine, combined, [], []
         if is_predicting:
-            yield nodes.mtp_post_process, others, []
+            yield nodes.mtp_post_process, others, [], []
     if model.post_process:
         tied = model.shared_embedding_or_output_weight()
         norm = [] if len(model.decoder.layers) else final_norm
         output = [*_params(model.output_layer), *norm]
-        yield plan.post_process, output if tied is None else [*output, tied], []
+        yield plan.post_process, output if tied is None else [*output, tied], [], []
 
 
 def _params(module: nn.Module | None) -> _Params:

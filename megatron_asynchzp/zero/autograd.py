@@ -169,13 +169,19 @@ class HZPRuntime(StepScheduler):
 
         setattr(module, name, call)
 
-    def part(self, units: Sequence[HZPUnit], completes: Sequence[HZPUnit] = ()) -> Part:
+    def part(
+        self,
+        units: Sequence[HZPUnit],
+        completes: Sequence[HZPUnit] = (),
+        recomputed: Sequence[HZPUnit] = (),
+    ) -> Part:
         """A part of the model's work that is run by hand, instead of by a call of its modules.
 
         units: whose parameters it reads, in forward or in backward.
-        completes: those of `units` to whose gradients nothing adds after its backward.
+        completes: those of them to whose gradients nothing adds after its backward.
+        recomputed: others, of which its backward computes again what an earlier part has made.
         """
-        return Part(weakref.proxy(self), list(units), list(completes))
+        return Part(weakref.proxy(self), list(units), list(completes), list(recomputed))
 
     @contextmanager
     def rehearsing(self) -> Generator[None]:

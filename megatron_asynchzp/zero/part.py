@@ -29,12 +29,14 @@ class Part:
                                      computed after backward
 
     Modules within are called as ever. Between two of these moments other parts may run, of the same
-    micro-batch or of another one, but within none of them. units, completes: see HZPRuntime.part.
+    micro-batch or of another one, but within none of them. units, completes, recomputed: see
+    HZPRuntime.part.
     """
 
     engine: Engine
     units: list[HZPUnit]
     completes: list[HZPUnit]
+    recomputed: list[HZPUnit]
 
     def forward(self) -> AbstractContextManager[None]:
         """Around the forward."""
@@ -42,7 +44,7 @@ class Part:
 
     def backward(self) -> AbstractContextManager[None]:
         """Around the backward: one run of autograd that begins at what the forward made."""
-        return self.engine.part_backward(self.units)
+        return self.engine.part_backward([*self.units, *self.recomputed])
 
     def complete(self) -> None:
         """After the backward, and whatever adds to the gradients later."""
