@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.part import Part
+from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def tell_of_parts(module: nn.Module, runtime: HZPRuntime) -> None:
@@ -24,19 +25,19 @@ def _wrap_plans(model: Any, runtime: HZPRuntime) -> None:
     build = model.build_schedule_plan
     unit_of = {param: unit for unit in runtime.units for param in unit.params}
 
+    def units_of(params: _Params) -> list[HZPUnit]:
+        return list(dict.fromkeys(unit_of[param] for param in params))
+
     @wraps(build)
     def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
         plan = build(*args, **kwargs)
         seen: dict[Any, None] = {}
         # In the order of forward; so nothing adds to a gradient after the first part with its unit.
-        for node, *params in _needs(plan, model):
-            units, late, again = ([unit_of[param] for param in some] for some in params)
-            all_units = dict.fromkeys([*units, *late])
-            completes = [unit for unit in all_units if unit not in seen]
-            units = list(dict.fromkeys(units))
-            again = [unit for unit in dict.fromkeys(again) if unit not in units]
-            _join(node, runtime.part(units, completes, again))
-            seen |= all_units
+        for node, params, late, again in _needs(plan, model):
+            late_too = units_of([*params, *late])
+            completes = [unit for unit in late_too if unit not in seen]
+            _join(node, runtime.part(units_of(params), completes, units_of(again)))
+            seen |= dict.fromkeys(late_too)
         return plan
 
     model.build_schedule_plan = build_schedule_plan

@@ -36,6 +36,7 @@ from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _NOTHING = nullcontext()
+_Units = Sequence[HZPUnit]
 
 
 @dataclass
@@ -169,17 +170,12 @@ class HZPRuntime(StepScheduler):
 
         setattr(module, name, call)
 
-    def part(
-        self,
-        units: Sequence[HZPUnit],
-        completes: Sequence[HZPUnit] = (),
-        recomputed: Sequence[HZPUnit] = (),
-    ) -> Part:
+    def part(self, units: _Units, completes: _Units = (), recomputed: _Units = ()) -> Part:
         """A part of the model's work that is run by hand, instead of by a call of its modules.
 
         units: whose parameters it reads, in forward or in backward.
         completes: those of them to whose gradients nothing adds after its backward.
-        recomputed: others, of which its backward computes again what an earlier part has made.
+        recomputed: with which its backward computes again what an earlier part has made.
         """
         return Part(weakref.proxy(self), list(units), list(completes), list(recomputed))
 

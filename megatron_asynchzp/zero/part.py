@@ -25,12 +25,10 @@ class Part:
 
         with part.forward(): ...     the parameters are needed | done
         with part.backward(): ...    the parameters are needed | done
-        part.complete()              the gradients are complete, also those of weights that are
-                                     computed after backward
+        part.complete()              the gradients are complete, those that come late too
 
     Modules within are called as ever. Between two of these moments other parts may run, of the same
-    micro-batch or of another one, but within none of them. units, completes, recomputed: see
-    HZPRuntime.part.
+    micro-batch or of another one, but within none of them. The units: see HZPRuntime.part.
     """
 
     engine: Engine
@@ -44,7 +42,7 @@ class Part:
 
     def backward(self) -> AbstractContextManager[None]:
         """Around the backward: one run of autograd that begins at what the forward made."""
-        return self.engine.part_backward([*self.units, *self.recomputed])
+        return self.engine.part_backward(list(dict.fromkeys([*self.units, *self.recomputed])))
 
     def complete(self) -> None:
         """After the backward, and whatever adds to the gradients later."""

@@ -173,5 +173,28 @@ def call_what_is_not_named() -> None:
     trainer.runtime.detach()
 
 
-def test_a_module_that_its_part_does_not_name_is_refused():
-    run_ranks(call_what_is_not_named, 2)
+def compute_again() -> None:
+    trainer = EngineTrainer(build_toy(), (2, 2, 2))
+    first, second = (block.norm.weight for block in trainer.model.blocks[:2])
+    unit_of = {param: unit for unit in trainer.runtime.units for param in unit.params}
+    part = trainer.runtime.part([unit_of[second]], recomputed=[unit_of[first]])
+
+    def are_gathered() -> list[bool]:
+        return [bool(weight.isfinite().all()) for weight in (first, second)]
+
+    trainer.runtime.zero_grads()
+    with part.forward():
+        assert are_gathered() == [False, True]
+    with part.backward():
+        assert are_gathered() == [True, True]
+    assert are_gathered() == [False, False]
+    trainer.runtime.detach()
+
+
+def refuse_and_compute_again() -> None:
+    call_what_is_not_named()
+    compute_again()
+
+
+def test_a_part_has_what_its_backward_computes_again_and_refuses_modules_that_it_does_not_name():
+    run_ranks(refuse_and_compute_again, 2)

@@ -126,14 +126,12 @@ NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 _PLANS = "megatron.core.models.common.fine_grained_callables"
 BESIDE_OVERLAP: tuple[tuple[str, Callable[[Namespace], Any]], ...] = (
     ("--cuda-graph-impl transformer_engine", captures_layers),
-    ("--fp8-format", lambda args: args.fp8),
-    ("--fp4-format", lambda args: getattr(args, "fp4", None)),
     ("--fp16", lambda args: args.fp16),
     ("--context-parallel-size", lambda args: args.context_parallel_size > 1),
     ("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"),
     ("--moe-latent-size", lambda args: getattr(args, "moe_latent_size", None)),
     ("--hybrid-layer-pattern", lambda args: getattr(args, "hybrid_layer_pattern", None)),
-    ("--recompute-granularity", lambda args: args.recompute_granularity),
+    ("--recompute-granularity full", lambda args: args.recompute_granularity == "full"),
     ("--optimizer muon", lambda args: "muon" in args.optimizer),
     ("megatron-core before 0.19", lambda args: not find_spec(_PLANS)),
 )

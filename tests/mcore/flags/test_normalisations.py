@@ -48,8 +48,9 @@ def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, val
     "line, beside",
     [
         ("", None),
-        ("--recompute-granularity selective", "--recompute-granularity"),
-        ("--fp8-format hybrid", "--fp8-format"),
+        ("--fp8-format hybrid --recompute-granularity selective", None),
+        ("--recompute-granularity full", "--recompute-granularity full"),
+        ("--fp16", "--fp16"),
         ("--context-parallel-size 2", "--context-parallel-size"),
         ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl transformer_engine"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex"),
