@@ -1088,6 +1088,65 @@ def test_the_example_with_accelerate_runs_as_it_stands(tmp_path):
     assert len(losses) == 2 and (tmp_path / "trained" / "model.safetensors").exists()
 
 
+def autoencoder_of_the_page(batches: list[torch.Tensor]) -> type[nn.Module]:
+    """Runs the page's example, and returns its model's class."""
+    section = (PAGE.parent / "library.md").read_text().split("## Modules called in parts\n")[1]
+    example = section.split("```python\n")[1].split("```")[0]
+    known = {"torch": torch, "nn": nn, "shard": shard, "ShardSizes": ShardSizes}
+    exec(example, known | (made := {"batches": batches}), made)
+    assert made["latents"][0].requires_grad
+    made["sharded"].close()
+    return made["Autoencoder"]
+
+
+def images(step: int, rank: int) -> list[torch.Tensor]:
+    drawn = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(9 * step + rank))
+    return [*drawn]
+
+
+def decoded(model, latent, x):
+    return (model.decode(latent) - x).square().mean()
+
+
+def all_encoded_first(model, step, rank):
+    batches = images(step, rank)
+    latents = [model.encode(x) for x in batches]
+    for latent, x in zip(latents, batches, strict=True):
+        yield decoded(model, latent, x)
+
+
+def encoded_without_gradients(model, step, rank):
+    for x in images(step, rank):
+        with torch.no_grad():
+            latent = model.encode(x)
+        yield decoded(model, latent, x)
+
+
+def called_by_unit_and_by_method(model, step, rank):
+    for x in images(step, rank):
+        yield decoded(model, model.blocks[1](model.blocks[0](x)), x) + model.encode(x).var()
+
+
+def train_in_parts() -> None:
+    made = autoencoder_of_the_page(images(0, dist.get_rank()))
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return made()
+
+    ways = all_encoded_first, encoded_without_gradients, called_by_unit_and_by_method
+    for way, sizes in zip(ways, ((2, 2, 2), (1, 2, 2), (2, 2, 2)), strict=True):
+        with sharded_toy(sizes, build()) as sharded:
+            for name in ("encode", "decode"):
+                sharded.register_forward_method(sharded.model, name)
+            assert train(sharded, way) == train_plainly(build(), way, 2)
+
+
+@pytest.mark.slow
+def test_a_module_that_is_called_in_parts_trains_as_in_one_process_and_the_example_runs():
+    run_ranks(train_in_parts, 2)
+
+
 # ---- the page
 
 
