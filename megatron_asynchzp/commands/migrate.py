@@ -21,6 +21,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import command_line
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
+from megatron_asynchzp.planner.search import PLAIN
 
 if TYPE_CHECKING:
     from megatron_asynchzp.commands.verdict import Verdict
@@ -104,9 +105,11 @@ def _print_shardings(
     columns = ["sharding", "P, G, O", "GiB a rank at rest", "at its peak"]
     columns += [f"step s on {cluster.name}"] if cluster else []
     print(plan_table.grid(columns, [row.cells[: len(columns)] for row in rows]))
-    times = [row.step_s for row in rows if row.step_s]
-    if rows[0].step_s and rows[0].step_s <= min(times):
-        print(f"No gain is predicted over {rows[0].title}; asynchzp plan looks at other sizes")
+    yours, times = rows[0], [row.step_s for row in rows[1:] if row.step_s]
+    if yours.step_s and times:
+        gain = yours.step_s / min(times) - 1
+        what = "Stay where you are" if gain <= PLAIN else "Worth a change"
+        print(f"{what}: {gain:+.2%} against {yours.title}; asynchzp plan looks at other sizes")
 
 
 def _headline(found: "Verdict") -> str:

@@ -25,7 +25,8 @@ from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
-from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
+from megatron_asynchzp.planner.search import Outcome, Progress
+from megatron_asynchzp.planner.space import VARIED, Space
 
 EXIT_TOO_LARGE = 1
 _OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
@@ -132,11 +133,9 @@ def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[s
     print(plan_table.plans(outcome, space, asked.rows))
     print(f"Add: {' '.join(plan_table.flags(best, space))}")
     print(f"- {explain.hierarchy(outcome, best)}")
-    for line in explain.comparisons(outcome, best):
+    lines = [*explain.comparisons(outcome, best), explain.stay(outcome, best), explain.limit(best)]
+    for line in filter(None, (*lines, explain.missed(outcome, space))):
         print(f"- {line}")
-    print(f"- {explain.limit(best)}")
-    if text := explain.missed(outcome, space):
-        print(f"- {text}")
     if asked.trace is not None:
         from megatron_asynchzp.commands import plan_picture
 

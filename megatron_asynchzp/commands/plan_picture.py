@@ -22,8 +22,9 @@ from megatron_asynchzp.commands.styles import (
 )
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import GIB
-from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+from megatron_asynchzp.planner.search import Candidate, Outcome
 from megatron_asynchzp.planner.simulate import Interval
+from megatron_asynchzp.planner.space import Space
 
 _SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
 _LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")

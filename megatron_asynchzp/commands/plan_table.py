@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.model import Model
-from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+from megatron_asynchzp.planner.search import Candidate, Outcome
+from megatron_asynchzp.planner.space import Space
 
 _WIDTH = 140
 

@@ -24,9 +24,17 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     resolve_shard_sizes,
     sharding_group_size,
     sharding_ranks_per_node,
+    weight_shards,
 )
 from megatron_asynchzp.planner.cluster import GIB, Cluster
-from megatron_asynchzp.planner.search import Candidate
+from megatron_asynchzp.planner.contenders import (
+    DISTRIBUTED_OPTIMIZER,
+    FSDP2,
+    GTP,
+    MEGATRON_FSDP,
+    PLAIN_DATA_PARALLELISM,
+    Contender,
+)
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 OURS = "--use-asynchzp"
@@ -118,8 +126,8 @@ def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """Of one sharding. at_rest, peak: bytes of a rank; step_s: predicted. None where the planner
-    has no schedule of it."""
+    """Of one sharding. at_rest, peak: bytes of a rank, the peak None of other systems; step_s:
+    predicted, None without a cluster."""
 
     title: str
     sizes: ShardSizes
@@ -133,6 +141,18 @@ class Row:
         peak = f"{self.peak / GIB:.2f}" if self.peak else "-"
         step = f"{self.step_s:.3f}" if self.step_s else "-"
         return [self.title, three, f"{self.at_rest / GIB:.2f}", peak, step]
+
+
+def _system_of(given: Namespace) -> Contender:
+    """Whose schedule the user's flags ask for."""
+    if given.use_torch_fsdp2:
+        return FSDP2
+    if given.use_megatron_fsdp:
+        return MEGATRON_FSDP
+    if weight_shards(given):
+        return GTP
+    is_sharded = given.use_distributed_optimizer
+    return DISTRIBUTED_OPTIMIZER if is_sharded else PLAIN_DATA_PARALLELISM
 
 
 def shardings(
@@ -158,9 +178,10 @@ def shardings(
         grad = None if is_ours else 2 if in_bf16 else 4
         stages = range(one.plan.parallel.pp)
         at_rest = max(sum(held_nbytes(one, i, grad).values()) for i in stages)
-        scheme = Candidate(one).scheme
-        is_timed = cluster is not None and one.has_room and (is_ours or scheme)
-        step_s = one.step().step_s if is_timed else None
-        title += f" ({scheme})" if scheme and not is_ours else ""
+        system = None if is_ours else _system_of(given)
+        if system is not None:
+            one = replace(one, plan=system.plan(one.plan), known={})
+            title += f" ({system.name})"
+        step_s = one.step().step_s if cluster is not None and one.has_room else None
         found.append(Row(title, sizes, at_rest, one.memory.total if is_ours else None, step_s))
     return found

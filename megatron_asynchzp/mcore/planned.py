@@ -35,7 +35,7 @@ from megatron_asynchzp.planner.activations import (
 )
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import load_cluster
-from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.planner.model import (
     Adapters,
@@ -49,7 +49,9 @@ from megatron_asynchzp.planner.model import (
     Model,
     Parallel,
 )
-from megatron_asynchzp.planner.search import Outcome, Space, search
+from megatron_asynchzp.planner.plan import Plan
+from megatron_asynchzp.planner.search import Outcome, search
+from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.sharding.topology import ShardSizes

@@ -5,7 +5,8 @@
 from math import ceil
 
 from megatron_asynchzp.planner.cluster import GIB
-from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome, Space, scheme_sizes
+from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome
+from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 
 _NAMED, _MUCH = 0.005, 0.1  # of a step: what is named, and what can limit it
@@ -45,18 +46,24 @@ def limit(best: Candidate) -> str:
 
 
 def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
-    """One line for each scheme of other systems: how much longer its step is, and why."""
-    return [_against(name, one, best) for name, one in outcome.baselines.items()]
+    """One line for each other system: how much longer its step is, and why."""
+    return [_against(one.name, found, best) for one, found in outcome.contenders.items()]
+
+
+def stay(outcome: Outcome, best: Candidate) -> str:
+    """Who need not change, because nothing is gained over it; "" where all gain."""
+    gains = {
+        one.name: found.step_s / best.step_s - 1
+        for one, found in outcome.contenders.items()
+        if found is not None
+    }
+    named = [f"{name} ({gain:+.2%})" for name, gain in gains.items() if gain <= PLAIN]
+    return f"stay where you are with {', '.join(named)}: nothing is gained over it" if named else ""
 
 
 def _against(name: str, other: Candidate | None, best: Candidate) -> str:
     if other is None:
-        sizes, ranks = best.plan.sizes, best.costing.dense_ranks
-        if scheme_sizes(name, ranks, best.ranks_in_node) == (ranks,) * 3:
-            return f"{name}: the same as ZeRO-3 on {ranks} ranks, which share a node"
         return f"{name}: no plan of it fits into the memory"
-    if other == best:
-        return f"{name}: is what was chosen"
     sizes = other.plan.sizes
     ours, theirs = best.step, other.step
     assert ours is not None and theirs is not None

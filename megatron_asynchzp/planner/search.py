@@ -1,21 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the choice of a plan: which ones are possible, which of them fit, and which is fastest."""
+"""Owns the choice of a plan: which of the possible ones fit, and which is fastest."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
-from megatron_asynchzp.planner.cluster import Cluster
-from megatron_asynchzp.planner.costs import Costing, Plan
-from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
+from megatron_asynchzp.planner.contenders import CONTENDERS, Contender
+from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.planner.space import Space, all_divisors, plans, shard_divisors
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 PLAIN = 0.005
@@ -29,38 +27,7 @@ what the planner does not know of, such as switches of many nodes, finds some ro
 FLAT = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
 SCHEMES = (*FLAT, "HSDP")
 _EQUAL = 0.001  # steps that differ by less count as equal: then what sends and holds less is better
-_MOST_SIZES = 8
 _SIMULATED = 40
-
-VARIED = ("tp", "pp", "cp", "ep")
-
-
-@dataclass(frozen=True)
-class Space:
-    """What may be chosen.
-
-    global_batch: sequences of a step.
-    start: what is kept where nothing is varied.
-    vary: of VARIED.
-    depths, micro_batch_sizes, recomputes: to try (None: that of start, and the powers of two that
-        divide the batch).
-    kept_sizes: of "param", "grad", "optim", those that are not chosen.
-    """
-
-    model: Model
-    cluster: Cluster
-    global_batch: int
-    start: Plan
-    kernels: Kernels = FUSED
-    vary: tuple[str, ...] = ()
-    depths: tuple[int, ...] = (1, 2)
-    micro_batch_sizes: tuple[int, ...] | None = None
-    recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("full"))
-    kept_sizes: Mapping[str, int] = field(default_factory=dict)
-    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    def costing(self, plan: Plan) -> Costing:
-        return Costing(self.model, plan, self.cluster, self.kernels, self.known)
 
 
 @dataclass(frozen=True)
@@ -95,6 +62,17 @@ class Candidate:
         return scheme_of(self.plan.sizes, self.costing.dense_ranks, self.ranks_in_node)
 
     @property
+    def ranks(self) -> int:
+        """Of the dense sharding group."""
+        return self.costing.dense_ranks
+
+    def is_of(self, other: Contender) -> bool:
+        """Whether it has that system's sizes."""
+        sizes = self.plan.sizes
+        numbers = other.numbers(self.ranks, self.ranks_in_node)
+        return (sizes.param, sizes.grad, sizes.optim) == numbers
+
+    @property
     def ranks_in_node(self) -> int:
         """Of a dense sharding group."""
         tp = self.plan.parallel.tp
@@ -119,35 +97,11 @@ def scheme_sizes(name: str, ranks: int, in_node: int) -> tuple[int, int, int]:
     }[name]
 
 
-# ---- what is possible
-
-
-def shard_divisors(ranks: int, in_node: int) -> list[int]:
-    """Sizes to try: all divisors of `ranks` that lie within a node or consist of whole nodes; of
-    many, those that are evenly spread, with 1, a node and all ranks."""
-    found = _all_divisors(ranks, in_node)
-    kept = {1, ranks} | ({in_node} if in_node in found else set())
-    rest = [size for size in found if size not in kept]
-    room = max(0, _MOST_SIZES - len(kept))
-    if len(rest) > room:
-        rest = [rest[int((i + 0.5) * len(rest) / room)] for i in range(room)] if room else []
-    return sorted(kept | set(rest))
-
-
-def _all_divisors(ranks: int, in_node: int) -> list[int]:
-    """All divisors of `ranks` that lie within a node or consist of whole nodes."""
-    return [
-        size
-        for size in range(1, ranks + 1)
-        if ranks % size == 0 and (in_node % size == 0 or size % in_node == 0)
-    ]
-
-
 def _neighbours(best: Candidate, kept: Mapping[str, int]) -> Iterator[Plan]:
     """Plans with another size of one state, of those that `shard_divisors` leaves out."""
     ranks, in_node = best.costing.dense_ranks, best.ranks_in_node
     tried = shard_divisors(ranks, in_node)
-    left_out = [size for size in _all_divisors(ranks, in_node) if size not in tried]
+    left_out = [size for size in all_divisors(ranks, in_node) if size not in tried]
     for state in ("param", "grad", "optim"):
         for size in left_out if state not in kept else ():
             sizes = replace(best.plan.sizes, cuts=(), **{state: size})
@@ -158,107 +112,6 @@ def _neighbours(best: Candidate, kept: Mapping[str, int]) -> Iterator[Plan]:
             yield replace(best.plan, sizes=sizes.with_short_axes(in_node))
 
 
-def shard_sizes(
-    ranks: int, in_node: int, kept: Mapping[str, int] | None = None
-) -> Iterator[ShardSizes]:
-    """All that nest, of `shard_divisors`. kept: see Space.kept_sizes."""
-    divisors = shard_divisors(ranks, in_node)
-    to_try = dict.fromkeys(("param", "grad", "optim"), divisors)
-    to_try |= {state: [size] for state, size in (kept or {}).items()}
-    for optim in to_try["optim"]:
-        for param in to_try["param"]:
-            for grad in to_try["grad"]:
-                sizes = ShardSizes(param, grad, optim)
-                try:
-                    sizes.check(ranks)
-                except ConfigurationError:
-                    continue
-                yield sizes.with_short_axes(in_node)
-
-
-def parallels(space: Space) -> Iterator[Parallel]:
-    """Parallel sizes to try: the user's own, and others where these may be varied."""
-    start, cluster, model = space.start.parallel, space.cluster, space.model
-    powers = [2**power for power in range(12) if 2**power <= cluster.num_ranks]
-    experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
-
-    def choices(name: str) -> list[int]:
-        return powers if name in space.vary else [getattr(start, name)]
-
-    for tp in choices("tp"):
-        for pp in choices("pp"):
-            for cp in choices("cp"):
-                for ep in choices("ep") if experts else [1]:
-                    one = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
-                    if one != start:
-                        if tp > cluster.ranks_per_node or len(model.layers) % pp:
-                            continue
-                        is_sequential = start.sequence_parallel or start.tp == 1
-                        one = replace(
-                            one,
-                            sequence_parallel=is_sequential and tp > 1,
-                            virtual=start.virtual if pp == start.pp else 1,
-                            stage_layers=start.stage_layers if pp == start.pp else None,
-                        )
-                    if experts and experts[0].num_experts % ep:
-                        continue
-                    if any(_heads(layer) % tp for layer in model.layers):
-                        continue
-                    yield one
-
-
-def _heads(layer) -> int:
-    return getattr(layer.mixer, "num_groups", None) or getattr(layer.mixer, "num_heads", 0)
-
-
-def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
-    """Micro-batch sizes whose replicas share the global batch out evenly."""
-    replicas, rest = divmod(space.cluster.num_ranks, parallel.tp * parallel.cp * parallel.pp)
-    if rest or replicas == 0 or space.global_batch % replicas:
-        return
-    of_replica = space.global_batch // replicas
-    own = space.start.batch.size
-    asked = space.micro_batch_sizes or sorted({own, *(2**power for power in range(8))})
-    for size in asked:
-        if of_replica % size == 0:
-            count = of_replica // size
-            if parallel.virtual == 1 or count % parallel.pp == 0:
-                yield Batch(size, space.start.batch.seq_length, count)
-
-
-def plans(space: Space) -> Iterator[Plan]:
-    """Every plan of the space, whether it fits or not."""
-    for parallel in parallels(space):
-        tp = parallel.tp
-        ranks, rest = divmod(space.cluster.num_ranks, tp * parallel.pp)
-        if rest or ranks % parallel.cp:
-            continue
-        if space.cluster.num_ranks % (parallel.experts_tp * parallel.ep * parallel.pp):
-            continue
-        in_node = min(ranks, max(1, space.cluster.ranks_per_node // tp))
-        for batch in batches(space, parallel):
-            for sizes in shard_sizes(ranks, in_node, space.kept_sizes):
-                for recompute in dict.fromkeys(space.recomputes):
-                    for depth in space.depths if sizes.param > 1 else space.depths[:1]:
-                        schedule = _schedule(space.start, parallel, depth)
-                        yield replace(
-                            space.start,
-                            sizes=sizes,
-                            parallel=parallel,
-                            batch=batch,
-                            schedule=schedule,
-                            recompute=recompute,
-                        )
-
-
-def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:
-    """The memory in flight that is allowed is shared by the model chunks of a rank."""
-    allowed = start.schedule.in_flight_nbytes
-    if allowed is not None:
-        allowed = allowed * start.parallel.virtual // parallel.virtual
-    return replace(start.schedule, prefetch_depth=depth, in_flight_nbytes=allowed)
-
-
 # ---- which of them
 
 
@@ -267,6 +120,7 @@ class Outcome:
     """ranked: simulated plans that fit, best first.
     baselines: the fastest plan of each scheme, None where none of it fits.
     num_plans, num_fitting, num_simulated: how many there were.
+    contenders: the fastest plan that fits with the sizes and the schedule of each other system.
     smallest: the plan with the least memory, where nothing fits.
     out_of_memory: a plan that may be faster than the first and does not fit, with a lower bound of
         its step in seconds.
@@ -277,6 +131,7 @@ class Outcome:
     num_plans: int
     num_fitting: int
     num_simulated: int
+    contenders: dict[Contender, Candidate | None] = field(default_factory=dict)
     smallest: Candidate | None = None
     out_of_memory: tuple[Candidate, float] | None = None
 
@@ -415,6 +270,7 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
         len(every),
         num_fitting,
         len(simulated),
+        _contenders(ranked),
         Candidate(smallest) if smallest is not None else None,
         _missed(too_large, ranked),
     )
@@ -425,11 +281,26 @@ def _promising(rated: Sequence[tuple[float, float, Costing]]) -> list[Costing]:
     chosen = [costing for _, _, costing in rated[:_SIMULATED]]
     of_scheme: dict[str, int] = {}
     for _, _, costing in rated:
-        name = Candidate(costing).scheme
+        one = Candidate(costing)
+        name = one.scheme or next((other.name for other in CONTENDERS if one.is_of(other)), "")
         of_scheme[name] = of_scheme.get(name, 0) + 1
         if name and of_scheme[name] <= 2 and costing not in chosen:
             chosen.append(costing)
     return chosen
+
+
+def _contenders(ranked: Sequence[Candidate]) -> dict[Contender, Candidate | None]:
+    """Of each the batch and the recomputation that are best with its sizes in our schedule."""
+    found: dict[Contender, Candidate | None] = {}
+    for contender in CONTENDERS:
+        like = next((one for one in ranked if one.is_of(contender)), None)
+        if contender.needs_nodes and ranked and ranked[0].ranks_in_node == ranked[0].ranks:
+            continue  # on one node it is FSDP2
+        if like is not None:
+            costing = replace(like.costing, plan=contender.plan(like.plan), known={})
+            like = Candidate(costing, costing.step())
+        found[contender] = like
+    return found
 
 
 def _ranked(simulated: Iterable[Candidate]) -> list[Candidate]:

@@ -7,9 +7,11 @@ as the planner and as Megatron's command line have them.
 from dataclasses import dataclass, replace
 
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
-from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.search import Outcome, Space, search
+from megatron_asynchzp.planner.plan import Plan
+from megatron_asynchzp.planner.search import Outcome, search
+from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.testbed.megatron_flags import flags_of, size_flags, small_gpt

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
-from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import (
     ADAPTED,
     Adapters,
@@ -33,6 +33,7 @@ from megatron_asynchzp.planner.model import (
     Model,
     Parallel,
 )
+from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -251,7 +252,7 @@ def summary(file: Path, lines: list[dict]) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines are appended here")
     asked = parser.parse_args(argv)
     if asked.out is not None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
-from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC
 from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.scale.costs import Cost

@@ -12,9 +12,10 @@ from megatron_asynchzp.commands import plan_table
 from megatron_asynchzp.commands.plan import main
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster_files import FOLDER, load_cluster
-from megatron_asynchzp.planner.costs import Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.search import Space, search
+from megatron_asynchzp.planner.plan import Plan
+from megatron_asynchzp.planner.search import search
+from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.command_server import Ended, serving
 

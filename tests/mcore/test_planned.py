@@ -19,8 +19,9 @@ from megatron_asynchzp.mcore import planned
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
-from megatron_asynchzp.planner.costs import Costing, Plan
-from megatron_asynchzp.planner.search import Space, plans
+from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.plan import Plan
+from megatron_asynchzp.planner.space import Space, plans
 from scripts.testbed.megatron_flags import flags_of
 from tests.support import real_units
 from tests.support.command_lines import random_flags

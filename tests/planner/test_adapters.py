@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
-from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import (
     ADAPTED,
     Adapters,
@@ -20,6 +20,7 @@ from megatron_asynchzp.planner.model import (
     Parallel,
     stage_units,
 )
+from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import COMPUTE, GATHER
 from megatron_asynchzp.sharding.topology import ShardSizes
 

@@ -11,22 +11,17 @@ import pytest
 
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner import search as search_module
+from megatron_asynchzp.planner import space as space_module
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
-from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC
-from megatron_asynchzp.planner.search import (
-    Candidate,
-    Outcome,
-    Space,
-    plans,
-    search,
-    shard_divisors,
-    shard_sizes,
-)
+from megatron_asynchzp.planner.search import Candidate, Outcome, search
 from megatron_asynchzp.planner.simulate import StageTimes, Step
+from megatron_asynchzp.planner.space import Space, plans, shard_divisors, shard_sizes
 from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.scale.step import MODELS
 
@@ -183,7 +178,7 @@ def test_neither_larger_gradient_slots_nor_shared_collectives_would_shorten_a_st
 def test_sizes_that_the_first_pass_leaves_out_are_tried_around_the_best(monkeypatch):
     fast = space(slow(8, 10.0), 512, micro_batch_sizes=(1,), depths=(1,))
     every = search(fast)
-    monkeypatch.setattr(search_module, "_MOST_SIZES", 3)
+    monkeypatch.setattr(space_module, "_MOST_SIZES", 3)
     few = search(fast)
     assert few.num_plans < every.num_plans
     tried = {size for one in few.ranked for size in (one.plan.sizes.grad, one.plan.sizes.optim)}

@@ -60,7 +60,7 @@ _MEGATRON_WORDS = {
     "non-persistent-local-ckpt-dir": None,
     "pretrained-checkpoint": None, "data-args-path": None, "per-split-data-args-path": None,
     "per-dataset-sequences-path": None, "vocab-file": None, "merge-file": None,
-    "tokenizer-type": None, "tokenizer-model": None,
+    "tokenizer-type": None, "tokenizer-model": None, "main-grads-dtype": "fp32",
 }
 _MEGATRON_LISTS = (
     "data-path", "train-data-path", "valid-data-path", "test-data-path",

@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which plans are possible for a model on a cluster."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
+from megatron_asynchzp.planner.cluster import Cluster
+from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
+from megatron_asynchzp.planner.plan import Plan
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+VARIED = ("tp", "pp", "cp", "ep")
+_MOST_SIZES = 8
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen.
+
+    global_batch: sequences of a step.
+    start: what is kept where nothing is varied.
+    vary: of VARIED.
+    depths, micro_batch_sizes, recomputes: to try (None: that of start, and the powers of two that
+        divide the batch).
+    kept_sizes: of "param", "grad", "optim", those that are not chosen.
+    """
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    start: Plan
+    kernels: Kernels = FUSED
+    vary: tuple[str, ...] = ()
+    depths: tuple[int, ...] = (1, 2)
+    micro_batch_sizes: tuple[int, ...] | None = None
+    recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("full"))
+    kept_sizes: Mapping[str, int] = field(default_factory=dict)
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def costing(self, plan: Plan) -> Costing:
+        return Costing(self.model, plan, self.cluster, self.kernels, self.known)
+
+
+def shard_divisors(ranks: int, in_node: int) -> list[int]:
+    """Sizes to try: all divisors of `ranks` that lie within a node or consist of whole nodes; of
+    many, those that are evenly spread, with 1, a node and all ranks."""
+    found = all_divisors(ranks, in_node)
+    kept = {1, ranks} | ({in_node} if in_node in found else set())
+    rest = [size for size in found if size not in kept]
+    room = max(0, _MOST_SIZES - len(kept))
+    if len(rest) > room:
+        rest = [rest[int((i + 0.5) * len(rest) / room)] for i in range(room)] if room else []
+    return sorted(kept | set(rest))
+
+
+def all_divisors(ranks: int, in_node: int) -> list[int]:
+    """All divisors of `ranks` that lie within a node or consist of whole nodes."""
+    return [
+        size
+        for size in range(1, ranks + 1)
+        if ranks % size == 0 and (in_node % size == 0 or size % in_node == 0)
+    ]
+
+
+def shard_sizes(
+    ranks: int, in_node: int, kept: Mapping[str, int] | None = None
+) -> Iterator[ShardSizes]:
+    """All that nest, of `shard_divisors`. kept: see Space.kept_sizes."""
+    divisors = shard_divisors(ranks, in_node)
+    to_try = dict.fromkeys(("param", "grad", "optim"), divisors)
+    to_try |= {state: [size] for state, size in (kept or {}).items()}
+    for optim in to_try["optim"]:
+        for param in to_try["param"]:
+            for grad in to_try["grad"]:
+                sizes = ShardSizes(param, grad, optim)
+                try:
+                    sizes.check(ranks)
+                except ConfigurationError:
+                    continue
+                yield sizes.with_short_axes(in_node)
+
+
+def parallels(space: Space) -> Iterator[Parallel]:
+    """Parallel sizes to try: the user's own, and others where these may be varied."""
+    start, cluster, model = space.start.parallel, space.cluster, space.model
+    powers = [2**power for power in range(12) if 2**power <= cluster.num_ranks]
+    experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+
+    def choices(name: str) -> list[int]:
+        return powers if name in space.vary else [getattr(start, name)]
+
+    for tp in choices("tp"):
+        for pp in choices("pp"):
+            for cp in choices("cp"):
+                for ep in choices("ep") if experts else [1]:
+                    one = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
+                    if one != start:
+                        if tp > cluster.ranks_per_node or len(model.layers) % pp:
+                            continue
+                        is_sequential = start.sequence_parallel or start.tp == 1
+                        one = replace(
+                            one,
+                            sequence_parallel=is_sequential and tp > 1,
+                            virtual=start.virtual if pp == start.pp else 1,
+                            stage_layers=start.stage_layers if pp == start.pp else None,
+                        )
+                    if experts and experts[0].num_experts % ep:
+                        continue
+                    if any(_heads(layer) % tp for layer in model.layers):
+                        continue
+                    yield one
+
+
+def _heads(layer) -> int:
+    return getattr(layer.mixer, "num_groups", None) or getattr(layer.mixer, "num_heads", 0)
+
+
+def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
+    """Micro-batch sizes whose replicas share the global batch out evenly."""
+    replicas, rest = divmod(space.cluster.num_ranks, parallel.tp * parallel.cp * parallel.pp)
+    if rest or replicas == 0 or space.global_batch % replicas:
+        return
+    of_replica = space.global_batch // replicas
+    own = space.start.batch.size
+    asked = space.micro_batch_sizes or sorted({own, *(2**power for power in range(8))})
+    for size in asked:
+        if of_replica % size == 0:
+            count = of_replica // size
+            if parallel.virtual == 1 or count % parallel.pp == 0:
+                yield Batch(size, space.start.batch.seq_length, count)
+
+
+def plans(space: Space) -> Iterator[Plan]:
+    """Every plan of the space, whether it fits or not."""
+    for parallel in parallels(space):
+        tp = parallel.tp
+        ranks, rest = divmod(space.cluster.num_ranks, tp * parallel.pp)
+        if rest or ranks % parallel.cp:
+            continue
+        if space.cluster.num_ranks % (parallel.experts_tp * parallel.ep * parallel.pp):
+            continue
+        in_node = min(ranks, max(1, space.cluster.ranks_per_node // tp))
+        for batch in batches(space, parallel):
+            for sizes in shard_sizes(ranks, in_node, space.kept_sizes):
+                for recompute in dict.fromkeys(space.recomputes):
+                    for depth in space.depths if sizes.param > 1 else space.depths[:1]:
+                        schedule = _schedule(space.start, parallel, depth)
+                        yield replace(
+                            space.start,
+                            sizes=sizes,
+                            parallel=parallel,
+                            batch=batch,
+                            schedule=schedule,
+                            recompute=recompute,
+                        )
+
+
+def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:
+    """The memory in flight that is allowed is shared by the model chunks of a rank."""
+    allowed = start.schedule.in_flight_nbytes
+    if allowed is not None:
+        allowed = allowed * start.parallel.virtual // parallel.virtual
+    return replace(start.schedule, prefetch_depth=depth, in_flight_nbytes=allowed)
