@@ -103,7 +103,8 @@ class SavedViews:
                         "forward, or take torch.autograd.grad or torch.autograd.functional.jacobian"
                     )
             return False
-        return not self._without_views.issuperset(units) or _top_hooks() is not None
+        sharded = (unit for unit in units if not unit.is_always_unsharded)
+        return _top_hooks() is not None or not self._without_views.issuperset(sharded)
 
     def track(self, unit: HZPUnit) -> None:
         """Recognise views of `unit`'s gathered parameters from now on."""
@@ -111,8 +112,7 @@ class SavedViews:
         self._units_by_storage[storage.data_ptr()] = unit
         if (key := _number_of(storage)) not in self._storages:
             self._storages[key] = StorageWeakRef(storage)
-        is_new = unit not in self._without_views and not unit.is_always_unsharded
-        if is_new and torch.is_grad_enabled():
+        if unit not in self._without_views and torch.is_grad_enabled():
             self._watched.add(unit)
 
     def push(self) -> None:
@@ -153,23 +153,20 @@ class SavedViews:
         except (NotImplementedError, RuntimeError):
             return False
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+    def pack(self, tensor: torch.Tensor) -> "_Kept | SavedView":
         """What autograd keeps in place of `tensor`."""
         unit = self.unit_of(tensor)
         if unit is None or unit.is_always_unsharded:
-            # [Note: saved outputs] A node that saves its own output through hooks would hold a
-            # tensor that holds the node: a cycle that nothing collects where backward never runs.
-            # Autograd puts its own edges on what `unpack` returns.
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            return _Kept.of(tensor)
         if type(tensor) is torch.Tensor:
             self.note_view(unit)
         offset = int(tensor.storage_offset())
         return SavedView(self, unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
-    def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+    def unpack(self, saved: "_Kept | SavedView") -> torch.Tensor:
         """The tensor that was packed as `saved`."""
-        if not isinstance(saved, SavedView):
-            return saved
+        if isinstance(saved, _Kept):
+            return saved.unwritten()
         if not saved.unit.is_unsharded:
             self.note_view(saved.unit)  # nothing else would gather it in time
         self._on_missing(saved.unit)
@@ -177,6 +174,31 @@ class SavedViews:
         if saved.dtype != full.dtype:
             full = full.view(saved.dtype)
         return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Kept(NamedTuple):
+    """A tensor that is no view of a unit, and its version: torch does not look whether somebody has
+    written to what hooks keep."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Kept":
+        # [Note: saved outputs] A node that saves its own output through hooks would hold a tensor
+        # that holds the node: a cycle that nothing collects where backward never runs. Autograd
+        # puts its own edges on what is unpacked.
+        return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+    def unwritten(self) -> torch.Tensor:
+        """Raises RuntimeError, in torch's words, where it was written to since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
+                f"version {self.tensor._version}; expected version {self.version} instead."
+            )
+        return self.tensor
 
 
 class _Theirs(NamedTuple):
@@ -188,7 +210,7 @@ class _Theirs(NamedTuple):
 class _JoinedHooks:
     """Those of all engines for views of their units, and of somebody else for what is none.
 
-    theirs: without them such a tensor is kept as it is.
+    theirs: without them such a tensor is kept as it is, see _Kept.
     unit_views: pushed them for a unit; None where somebody else did.
     """
 
@@ -199,15 +221,13 @@ class _JoinedHooks:
         for known in SavedViews.all:
             if (views := known()) is not None and views.is_view(tensor):
                 return views.pack(tensor)
-        if self.theirs is None:
-            return tensor if tensor.grad_fn is None else tensor.detach()
-        return _Theirs(self.theirs[0](tensor))
+        return _Kept.of(tensor) if self.theirs is None else _Theirs(self.theirs[0](tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Theirs):
             assert self.theirs is not None
             return self.theirs[1](saved.packed)
-        return saved.views.unpack(saved) if isinstance(saved, SavedView) else saved
+        return saved.views.unpack(saved) if isinstance(saved, SavedView) else saved.unwritten()
 
 
 def _number_of(storage: Any) -> int:

@@ -3,6 +3,9 @@
 """Views of gathered parameters that backward needs: right whatever memory and depth, also those
 that autograd's hooks never see."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import cycle, product
 from unittest import mock
 
@@ -10,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
+from megatron_asynchzp import ShardSizes, shard
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
@@ -122,3 +128,96 @@ def memory_of_hidden_views() -> list[int]:
 def test_memory_in_flight_keeps_its_size_when_views_take_memory_with_them():
     for in_flight in run_ranks(memory_of_hidden_views, 4):
         assert len(set(in_flight)) == 1
+
+
+# ---- writes to what was saved
+
+
+def add_to_an_output(h: torch.Tensor) -> torch.Tensor:
+    return h.exp().add_(1)
+
+
+def add_to_a_part_of_an_output(h: torch.Tensor) -> torch.Tensor:
+    y = h.sigmoid()
+    y[0].mul_(2)
+    return y
+
+
+def clear_an_input(h: torch.Tensor) -> torch.Tensor:
+    y = h.square()
+    h.detach().zero_()
+    return y
+
+
+def write_to_what_nothing_saved(h: torch.Tensor) -> torch.Tensor:
+    return (h + 1).add_(h).relu_()
+
+
+WRITES = (add_to_an_output, add_to_a_part_of_an_output, clear_an_input, write_to_what_nothing_saved)
+
+
+class Writing(nn.Module):
+    """A layer whose `write` may touch what the backward of another operation needs."""
+
+    def __init__(self, write: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.up, self.down, self.write = nn.Linear(4, 6), nn.Linear(6, 4), write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.write(self.up(x)))
+
+
+def writing_model(write: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Writing(write) for _ in range(2)))
+
+
+def through_a_checkpoint(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+WAYS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], AbstractContextManager]]] = {
+    "called": (lambda model, x: model(x), nullcontext),
+    "in a checkpoint": (through_a_checkpoint, nullcontext),
+    "saved on the host": (lambda model, x: model(x), save_on_cpu),
+}
+
+
+def params_after_a_step(
+    model: nn.Sequential, way: str, step: Callable[[], object]
+) -> dict[str, torch.Tensor] | str:
+    """The same batch on every rank. In torch's words, where it raises."""
+    call, hooks = WAYS[way]
+    try:
+        with hooks():
+            loss = call(model, torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
+        loss.backward()
+    except RuntimeError as error:
+        return str(error).partition(": [")[0]
+    step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def check_writes(sizes: tuple[int, int, int]) -> None:
+    for write, way in product(WRITES, WAYS):
+        plain, model = writing_model(write), writing_model(write)
+        update = torch.optim.SGD(plain.parameters(), lr=0.1).step
+        new_sgd = partial(torch.optim.SGD, lr=0.1)
+        with shard(model, list(model), ShardSizes(*sizes), new_sgd) as sharded:
+            for _ in range(2):
+                expected = params_after_a_step(plain, way, update)
+                found = params_after_a_step(model, way, sharded.step)
+                if isinstance(expected, str):
+                    assert found == expected, (write.__name__, way)
+                    break
+                plain.zero_grad()
+                sharded.zero_grad()
+                for name, value in sharded.full_params():
+                    torch.testing.assert_close(value, expected[name], msg=f"{write}, {way}")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2)])
+def test_a_write_to_what_backward_needs_raises_as_in_torch_and_any_other_changes_nothing(sizes):
+    run_ranks(check_writes, 2, sizes)
