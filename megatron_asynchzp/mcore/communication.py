@@ -77,6 +77,11 @@ class Communication:
         atexit.register(self._at_exit)
         Communication._open.add(self)
 
+    @classmethod
+    def open_runtimes(cls) -> "list[HZPRuntime]":
+        """Of all models of this process."""
+        return [runtime for one in cls._open for runtime in one.runtimes]
+
     def begin_step(self, step: int) -> None:
         """Called before the step of this number writes its first gradient."""
         if self._trace is not None and self._traced_step is None:

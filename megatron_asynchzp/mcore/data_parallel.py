@@ -16,7 +16,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.utils import get_model_config
+from megatron.core.utils import MakeViewlessTensor, get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
@@ -130,6 +130,24 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         return self.runtime.state_nbytes()
 
     # ---- the contract
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.cuda_graph_impl != "local":
+            return super().forward(*args, **kwargs)
+        try:
+            output = super().forward(*args, **kwargs)
+        except AssertionError as error:
+            if "no matching cudagraph" not in str(error) and "argument mismatch" not in str(error):
+                raise
+            raise ConfigurationError(
+                "--cuda-graph-impl local: a layer is called with other inputs than its graph was "
+                "captured with; keep the micro-batch size, the sequence length and what layers are "
+                "called with, or drop the flag"
+            ) from error
+        # Megatron empties the tensor that a stage has sent; a graph's would stay empty.
+        is_tensor = isinstance(output, torch.Tensor)
+        return MakeViewlessTensor.apply(output, output.requires_grad) if is_tensor else output
 
     @override
     def no_sync(self) -> AbstractContextManager:

@@ -31,8 +31,8 @@ def refuse_missing_te(args: Namespace) -> None:
         recipe, what = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
     elif args.fp4:
         recipe, what = args.fp4_recipe, f"--fp4-format {args.fp4} --fp4-recipe {args.fp4_recipe}"
-    elif args.cuda_graph_impl == "transformer_engine":
-        recipe, what = None, "--cuda-graph-impl transformer_engine"
+    elif args.cuda_graph_impl != "none":
+        recipe, what = None, f"--cuda-graph-impl {args.cuda_graph_impl}"
     else:
         return
     from megatron.core.utils import get_te_version, is_te_min_version

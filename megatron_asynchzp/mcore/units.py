@@ -85,8 +85,8 @@ def seat_captured(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
     they are gathered around the call of that layer."""
     layer_of: dict[nn.Parameter, nn.Module] = {}
     for layer in root.modules():
-        if is_layer(layer) and _is_captured(layer):
-            for part in layer._get_submodules_under_cudagraphs():  # pyright: ignore
+        if is_layer(layer):
+            for part in _captured_parts(layer):
                 layer_of |= dict.fromkeys(part.parameters(), layer)
     seated: list[UnitPlan] = []
     for plan in plans:
@@ -95,11 +95,15 @@ def seat_captured(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
     return seated
 
 
-def _is_captured(layer: Any) -> bool:
+def _captured_parts(layer: Any) -> list[nn.Module]:
     from megatron.core.transformer.cuda_graphs import _layer_is_graphable
 
-    config = layer.config
-    return config.cuda_graph_impl == "transformer_engine" and _layer_is_graphable(layer, config)
+    impl = layer.config.cuda_graph_impl
+    if impl == "transformer_engine" and _layer_is_graphable(layer, layer.config):
+        return layer._get_submodules_under_cudagraphs()
+    if impl == "local" and hasattr(layer, "cudagraph_manager"):
+        return [layer]
+    return []
 
 
 def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:

@@ -5,7 +5,7 @@ micro-batch that runs.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -26,6 +26,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.calls import attach_call_hooks, called, hooks_of_call, wrap_calls
+from megatron_asynchzp.zero.captured_grads import CapturedGrads
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import NO_GRAPHS, Answer, new_guarded_class
 from megatron_asynchzp.zero.part import Part
@@ -104,6 +105,7 @@ class HZPRuntime(StepScheduler):
         self._reduce_last: set[HZPUnit] = set()
         self._handles: list[RemovableHandle | SimpleNamespace] = []
         self.is_rehearsing = False
+        self._captured_grads = CapturedGrads()
         self._resting: list[HZPUnit] = []
         self._accumulators: list[Any] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
@@ -130,8 +132,11 @@ class HZPRuntime(StepScheduler):
         # The hooks are owned by the model, the runtime by the wrapper: a proxy breaks the cycle.
         runtime = weakref.proxy(self)
         # Registered before the units' own hooks and prepended after them: runs first.
+        captured = [module for module, units in units_of.items() if any(u.is_seated for u in units)]
+        # Megatron refuses hooks of torch within a layer that it captures by itself.
+        within = {part for module in captured for part in module.modules()}
         for module, units in units_of.items():
-            if any(unit.is_seated for unit in units):
+            if module in within:
                 self._handles.append(wrap_calls(module, units, runtime))
             else:
                 self._handles += attach_call_hooks(module, units, runtime, self._around)
@@ -180,15 +185,20 @@ class HZPRuntime(StepScheduler):
         return Part(weakref.proxy(self), list(units), list(completes), list(recomputed))
 
     @contextmanager
-    def rehearsing(self) -> Generator[None]:
-        """Around the capture of CUDA graphs of the modules whose units have a seat, between two
-        steps: their calls belong to no step, and compute with parameters of zeros. Collective."""
+    def rehearsing(self, leaving_grads: Collection[nn.Parameter] = ()) -> Generator[None]:
+        """Around the capture of CUDA graphs of the modules whose units have a seat, after the
+        gradients of a step or between two: calls belong to no step, and compute with parameters of
+        zeros. Collective.
+
+        leaving_grads: at the end, the parameters whose gradients the captured backwards add to
+            main_grad, instead of giving them to autograd.
+        """
         self.settle()
         seated = [unit for unit in self.units if unit.is_seated]
         self._accumulators.clear()
         for unit in seated:
             unit.renew_accumulators()
-        with self.gathers.rehearsing():
+        with self.gathers.rehearsing(), self._captured_grads.rehearsing(seated, leaving_grads):
             self.is_rehearsing = True
             try:
                 yield
@@ -233,6 +243,7 @@ class HZPRuntime(StepScheduler):
         number: see StepScheduler.zero_grads.
         """
         self._batch = _MicroBatch()
+        self._captured_grads.forget()
         if not self._accumulators:
             self._accumulators = [node for unit in self.units for node in _accumulators_of(unit)]
         self._saved_views.begin_step(self.gathers.viewed)
@@ -392,6 +403,7 @@ class HZPRuntime(StepScheduler):
             self._unshard(unit)
             if unit.overwrites_main_grads is not None:
                 self.reductions.provide(unit)
+            self._captured_grads.begin(unit)
         self._mark_compute("backward", units)
 
     def _begin_backward(self) -> None:
@@ -441,13 +453,16 @@ class HZPRuntime(StepScheduler):
             if unit in self._batch.reduced:
                 # One backward of several forwards: autograd adds up what they give a parameter.
                 self._reduce_last.add(unit)
-            if unit not in self._reduce_last:
+            is_reduced = unit not in self._reduce_last
+            self._captured_grads.take(unit, is_read_now=is_reduced)
+            if is_reduced:
                 self._reduce(unit)
 
     def end_backward(self) -> None:
         """Autograd is done with this micro-batch: reduce the remaining units, in unit order."""
         self._note_compute("backward", self.units)
         for unit in self.units:
+            self._captured_grads.take(unit, is_read_now=True)
             if unit in self._batch.started_backward or self.reductions.has_pending(unit):
                 self._reduce(unit)
             self._release(unit)

@@ -52,11 +52,11 @@ class _Call:
     def __init__(self, runtime: Engine, units: list[HZPUnit]):
         self._runtime, self._units, self._is_done = runtime, units, False
 
-    def begin_backward(self, _grad: torch.Tensor) -> None:
+    def begin_backward(self, _grad: Any) -> None:
         self._is_done = False
         self._runtime.before_backward(self._units)
 
-    def end_backward(self, _grad: torch.Tensor) -> None:
+    def end_backward(self, _grad: Any) -> None:
         if not self._is_done:
             self._is_done = True
             self._runtime.after_backward(self._units)
@@ -75,7 +75,11 @@ class _Call:
             self._watch(values[index])
             if values[index].layout is not torch.strided or values[index].is_nested:
                 continue
+            is_kept = values[index].is_leaf
             values[index] = values[index].view_as(values[index])
+            if is_kept and any(unit.is_seated for unit in self._units):
+                # A graph gives memory that it, or another one, writes again.
+                values[index].register_hook(torch.clone)
             values[index].register_hook(self.end_backward)
         if where:
             named = zip(kwargs, values[len(args) :], strict=True)
@@ -88,7 +92,7 @@ class _Call:
     def _watch(self, tensor: torch.Tensor) -> None:
         # Hooks of a leaf, which the caller may keep for ever, would become more and more.
         if not tensor.is_leaf:
-            tensor.register_hook(self.end_backward)  # pyright: ignore[reportUnknownMemberType]
+            _before_grad_of(tensor, self.end_backward)
 
     def watch_output(self, output: Any) -> None:
         """What the module returns, of any form."""
@@ -97,7 +101,16 @@ class _Call:
         )
         for tensor in found:
             if tensor.requires_grad:
-                tensor.register_hook(self.begin_backward)  # pyright: ignore[reportUnknownMemberType]
+                _before_grad_of(tensor, self.begin_backward)
+
+
+def _before_grad_of(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
+    """Let `hook` run when the gradient of `tensor` is complete. A graph gives the same tensor with
+    each replay, and torch would leave a hook of the tensor with the first one's backward."""
+    if (node := tensor.grad_fn) is None:
+        tensor.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
+    else:
+        node.register_prehook(hook)
 
 
 def _carries_grad(value: Any) -> bool:
@@ -130,7 +143,9 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
             return kind.__call__(self, *args, **kwargs)
         if self.training and captured:
             _refuse_other_inputs(units[0].name, _inputs_of(args, kwargs), captured)
-        return called(module, partial(kind.__call__, self), before, after, args, kwargs)
+        # A graph has what training does: dropout, and what is counted.
+        method = kind.__call__ if self.training else nn.Module.__call__
+        return called(module, partial(method, self), before, after, args, kwargs)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), names)

@@ -119,6 +119,9 @@ class HZPUnit:
         self._guarded_kinds: list[type] | None = None
         self._allocate_and_shard(shard)
 
+    def __str__(self) -> str:
+        return self.name
+
     # ---- construction
 
     def _range(self, shard_size: int) -> Range:

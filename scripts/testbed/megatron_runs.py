@@ -429,6 +429,8 @@ def tear_down():
 
     training.destroy_global_state()
     _forget_losses()
+    if graphs := sys.modules.get("megatron.core.transformer.cuda_graphs"):
+        graphs.delete_cuda_graphs()
     if te := sys.modules.get("transformer_engine.pytorch"):
         te.quantization.FP8GlobalStateManager.reset()  # it knows the last model's groups
     writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's layers as CUDA graphs of Transformer Engine, inside the engine on the emulated device:
-the bits of the same run without graphs, in every loss, norm and main parameter."""
+"""Megatron's layers as CUDA graphs, of Transformer Engine and of its own, inside the engine on the
+emulated device: the bits of the same run without graphs, in every loss, norm and main parameter."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 # fmt: off
 COMMON = [*BASE, "--num-layers", "5", "--train-iters", "3", "--te-rng-tracker"]
-GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
+TE, OWN = "transformer_engine", "local"
 CAPACITY = ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]
 HYBRID = ["--hybrid-layer-pattern", "M-M*M", "--mamba-head-dim", "32", "--mamba-state-dim", "16",
           "--mamba-num-groups", "1", "--mamba-num-heads", "8", "--disable-bias-linear",
@@ -39,6 +39,7 @@ class Run(NamedTuple):
     num_graphs: int
     params: list[int]
     seats: tuple[int, int, float]
+    validation_loss: float | None
 
 
 def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int, int, float]]:
@@ -52,7 +53,9 @@ def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int,
     params = [unit.main_param.storage.view(torch.int32).sum().item() for unit in units]
     allocated = sum(chunk.runtime.gathers.arena.nbytes for chunk in model_chunks)
     formula = sum(chunk.runtime.memory.params for chunk in model_chunks)
+    runners = [one for layer in layers for one in getattr(layer, "cudagraph_runners", ())]
     graphs = sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+    graphs += sum(runner.bwd_graph is not None for runner in runners)
     memory = costing_of(get_args()).stage_memory(get_pipeline_model_parallel_rank())
     planned = memory.in_flight.get("gathered parameters", 0.0)
     return graphs, params, (allocated, formula, planned)
@@ -61,17 +64,18 @@ def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int,
 def train(line: Sequence[str]) -> Run:
     with on_device(uses_te=True):
         record: RunRecord = run_pretrain(list(line), inspect=seen)
-    return Run(record.losses_and_norms, *record.inspected)
+    return Run(record.losses_and_norms, *record.inspected, record.validation_loss)
 
 
-def with_and_without(line: Sequence[str], laws: Sequence[Delays]) -> list[Run]:
+def with_and_without(line: Sequence[str], laws: Sequence[Delays], impl: str) -> list[Run]:
     """Without graphs and delays, and with graphs under each law."""
     from scripts.testbed.device import inside
 
+    graphs = ["--cuda-graph-impl", impl, "--cuda-graph-warmup-steps", "1"]
     runs = [train(line)]
     for law in laws:
         inside.set_delays(law, dist.get_rank(), dist.get_world_size())
-        runs.append(train([*line, *GRAPHS]))
+        runs.append(train([*line, *graphs]))
     return runs
 
 
@@ -82,9 +86,10 @@ def compare(
     laws: Sequence[Delays] = (Delays(),),
     num_ranks: int = 2,
     env: dict[str, str] | None = None,
+    impl: str = TE,
 ) -> None:
     line = [*COMMON, *more, *size_flags(sizes)]
-    args = num_ranks, line, laws
+    args = num_ranks, line, laws, impl
     for eager, *graphed in worlds.run(with_and_without, *args, timeout_s=590, env=env):
         assert eager.num_graphs == 0
         assert len({loss for loss, _ in eager.steps}) in (1, 3)  # a stage without a loss has None
@@ -92,6 +97,7 @@ def compare(
             assert run.num_graphs > 0
             assert run.steps == eager.steps
             assert run.params == eager.params
+            assert run.validation_loss == eager.validation_loss
             assert run.seats[0] == run.seats[1] == run.seats[2] <= 1.15 * eager.seats[1]
 
 
@@ -150,3 +156,42 @@ def test_interleaved_pipelines_keep_their_bits(te_worlds: DeviceWorlds):
     interleaved = ["--num-layers", "4", *PIPELINE_PARALLEL]
     interleaved += ["--num-layers-per-virtual-pipeline-stage", "1"]
     compare(te_worlds, ["--bf16", *interleaved], (2, 2, 2), num_ranks=4)
+
+
+# ---- Megatron's own
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 2, 2)])
+def test_megatrons_own_graphs_keep_the_bits_in_each_choice_of_shards(
+    te_worlds: DeviceWorlds, sizes
+):
+    compare(te_worlds, ["--bf16"], sizes, [Delays("uniform", sum(sizes))], impl=OWN)
+
+
+def test_megatrons_own_graphs_keep_the_bits_on_four_ranks(te_worlds: DeviceWorlds):
+    compare(te_worlds, ["--bf16"], (2, 2, 4), [Delays("slow-rank", 1)], 4, impl=OWN)
+
+
+DROPOUT_AND_EVALUATION = [*FORMS["dropout"], *FORMS["evaluation"]]
+OWN_FORMS = ["whole layers with experts", "Mamba layers", "one micro-batch", "recomputation"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [DROPOUT_AND_EVALUATION, FORMS["gradients in bf16"], *(FORMS[form] for form in OWN_FORMS)],
+    ids=["dropout and evaluation", "gradients in bf16", *OWN_FORMS],
+)
+def test_megatrons_own_graphs_of_other_runs_keep_the_bits(te_worlds: DeviceWorlds, more):
+    compare(te_worlds, ["--bf16", *more], (2, 2, 2), [Delays("slow-stream", 1)], impl=OWN)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_megatrons_own_graphs_in_fp8_and_fp4_keep_the_bits(te_worlds: DeviceWorlds, recipe):
+    codes = CODES if recipe == "tensorwise" else []
+    compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe), impl=OWN)
+
+
+@pytest.mark.parametrize("more", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]])
+def test_megatrons_own_graphs_of_pipelines_keep_the_bits(te_worlds: DeviceWorlds, more):
+    pipeline = ["--num-layers", "4", *PIPELINE_PARALLEL, *more]
+    compare(te_worlds, ["--bf16", *pipeline], (2, 2, 2), num_ranks=4, impl=OWN)

@@ -65,6 +65,7 @@ def test_a_missing_transformer_engine_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert "pip install" in refusal()
     assert "pip install" in refusal(None, "transformer_engine")
+    assert "pip install" in refusal(None, "local")
 
 
 @pytest.mark.parametrize("version, is_known", [("2.14.1", False), ("2.15.0", True)])

@@ -125,7 +125,7 @@ NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 
 _PLANS = "megatron.core.models.common.fine_grained_callables"
 BESIDE_OVERLAP: tuple[tuple[str, Callable[[Namespace], Any]], ...] = (
-    ("--cuda-graph-impl transformer_engine", captures_layers),
+    ("--cuda-graph-impl", captures_layers),
     ("--fp16", lambda args: args.fp16),
     ("--context-parallel-size", lambda args: args.context_parallel_size > 1),
     ("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"),
@@ -184,7 +184,7 @@ def normalize_args(args: Namespace) -> list[str]:
         )
     lines += _leave_overlap(args)
     for is_asked, what, flag in (
-        (args.cuda_graph_impl == "transformer_engine", "a captured graph", "cuda-graph-impl"),
+        (captures_layers(args), "a captured graph", "cuda-graph-impl"),
         (args.overlap_moe_expert_parallel_comm, "a part of a layer", OVERLAP[0].flag[2:]),
     ):
         if is_asked and args.gradient_accumulation_fusion:

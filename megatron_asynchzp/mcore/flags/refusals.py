@@ -136,19 +136,32 @@ def _graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) 
     return Refusal(f"{_CAPTURING} {example}", is_beside, condition)
 
 
+def _own_graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
+    """Refused beside layers that Megatron captures by itself where `is_asked` is true."""
+
+    def is_beside(args: Namespace) -> bool:
+        return args.cuda_graph_impl == "local" and bool(is_asked(args))
+
+    return Refusal(f"--cuda-graph-impl local {example}", is_beside, condition)
+
+
 def captures_layers(args: Namespace) -> bool:
-    """Whether Transformer Engine captures layers."""
+    """Whether single layers are captured."""
     is_old_name = getattr(args, "external_cuda_graph", False)
-    return is_old_name or args.cuda_graph_impl == "transformer_engine"
+    return is_old_name or args.cuda_graph_impl in ("transformer_engine", "local")
 
 
 def captures(args: Namespace, *parts: str) -> bool:
     """Whether one of `parts` of a layer is captured: all are where no part is named."""
+    named = _named_parts(args)
+    return not named or any(part in named for part in (*parts, "full"))
+
+
+def _named_parts(args: Namespace) -> list[str]:
     # By versions of megatron-core, and before and after Megatron's own validation.
     names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     named = next(filter(None, (getattr(args, name, None) for name in names)), ())
-    words = [getattr(part, "name", part) for part in named]
-    return not words or any(part in words for part in (*parts, "full"))
+    return [getattr(part, "name", part) for part in named]
 
 
 def _pads_experts(args: Namespace) -> bool:
@@ -166,12 +179,46 @@ _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds o
 
 REFUSALS: tuple[Refusal, ...] = (
     *because(
-        "only graphs of single layers, which Transformer Engine captures, have been tested: others "
-        "have gathers and reductions within, or write gradients themselves",
-        "use --cuda-graph-impl transformer_engine",
-        other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine"),
+        "only graphs of single layers have been tested: others have gathers and reductions within",
+        "use --cuda-graph-impl transformer_engine or local",
+        other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine", "local"),
+        _own_graphs(
+            "--cuda-graph-scope full_iteration",
+            lambda args: "full_iteration" in _named_parts(args),
+            "local with --cuda-graph-scope full_iteration",
+        ),
         "--enable-cuda-graph",
         "--optimizer-cuda-graph",
+    ),
+    *because(
+        "Megatron's own graphs around experts read indices that have been written over, with "
+        "--use-asynchzp and without",
+        "use --cuda-graph-impl transformer_engine with --cuda-graph-modules attn moe_router "
+        "moe_preprocess",
+        _own_graphs(
+            "--num-experts 4",
+            lambda args: args.num_experts and (_named_parts(args) or not _pads_experts(args)),
+            "local with experts that are not padded to a capacity, or with parts of layers",
+        ),
+    ),
+    *because(
+        "Megatron's own graphs have been tested with layers of Transformer Engine alone",
+        "use --transformer-impl transformer_engine",
+        _own_graphs(
+            "--transformer-impl local",
+            lambda args: args.transformer_impl == "local",
+            "local with --transformer-impl local",
+        ),
+    ),
+    *because(
+        "Megatron's own graphs change scales while they are captured, so that losses are others "
+        "than without graphs, with --use-asynchzp and without",
+        "use --cuda-graph-impl transformer_engine, or another --fp8-recipe",
+        _own_graphs(
+            "--fp8-format hybrid --fp8-recipe delayed",
+            lambda args: args.fp8 and args.fp8_recipe == "delayed",
+            "local with --fp8-recipe delayed",
+        ),
     ),
     *because(
         "experts that take any number of tokens cannot be captured",
@@ -180,7 +227,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-token-dispatcher-type alltoall",
         _graphs(
             "--num-experts 4",
-            lambda args: args.num_experts and captures(args, "moe") and not _pads_experts(args),
+            lambda args: (
+                args.cuda_graph_impl != "local"
+                and args.num_experts
+                and captures(args, "moe")
+                and not _pads_experts(args)
+            ),
             "transformer_engine with experts within that are not padded to a capacity",
         ),
     ),
@@ -190,14 +242,14 @@ REFUSALS: tuple[Refusal, ...] = (
         _graphs(
             "--pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
             lambda args: args.pipeline_model_parallel_size > 1 and args.step_batch_size_schedule,
-            "transformer_engine with pipelines and --step-batch-size-schedule",
+            "other than none with pipelines and --step-batch-size-schedule",
         ),
     ),
     *because(
         "beside sharded parameters that has not been tested in a captured layer",
         "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
         _graphs(
-            "--fp16", lambda args: args.fp16 or not args.bf16, "transformer_engine without --bf16"
+            "--fp16", lambda args: args.fp16 or not args.bf16, "other than none without --bf16"
         ),
     ),
     *because(

@@ -5,15 +5,16 @@ flag each replacement calls the original with what it was given.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.checks import refuse_foreign_tokens
 from megatron_asynchzp.mcore.flags.shard_sizes import node_size
-from megatron_asynchzp.mcore.patch import replaces, run_args
+from megatron_asynchzp.mcore.patch import found_version, replaces, run_args
+from megatron_asynchzp.versions import Version
 
 
 @replaces(
@@ -50,6 +51,8 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
     from megatron_asynchzp.mcore.settings import Settings
 
     refuse_missing_te(run)
+    if run.cuda_graph_impl == "local":
+        _prepare_own_graphs()
     if run.rank == 0:
         refuse_foreign_tokens(run)
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
@@ -57,6 +60,22 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
     settings = Settings.of(run, pg_collection.dp_cp.size())
     with constructing(settings, pg_collection, has_experts=run.expert_model_parallel_size > 1):
         return original(*args, **options)
+
+
+def _prepare_own_graphs() -> None:
+    """Raise ConfigurationError where Megatron's own graphs have not been tested; and let all go on
+    on the stream that it is on: where it has no memory for graphs yet Megatron goes on on another
+    one, which waits for nothing."""
+    import torch
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    if Version.of(version := found_version()) < Version.of("0.19"):
+        raise ConfigurationError(
+            f"--cuda-graph-impl local needs megatron-core 0.19 or later, and {version} is "
+            "installed; use --cuda-graph-impl transformer_engine"
+        )
+    if CudaGraphManager.global_mempool is None:
+        CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
 
 
 def _process_groups() -> Any:
@@ -189,17 +208,68 @@ def capture_layers(original: Callable, model: Sequence, *args: Any, **options: A
             with ExitStack() as chunks:
                 for chunk in model:
                     chunks.enter_context(chunk.runtime.rehearsing())
-                try:
+                with _named_failure("transformer_engine"):
                     capture()
-                except RuntimeError as error:
-                    raise ConfigurationError(
-                        "--cuda-graph-impl transformer_engine: a layer cannot be captured "
-                        f"({str(error).partition(chr(10))[0]}); name other parts of it with "
-                        "--cuda-graph-modules, or drop the flag"
-                    ) from error
 
         helper.create_cudagraphs = create_cudagraphs
     return helper
+
+
+@contextmanager
+def _named_failure(impl: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"--cuda-graph-impl {impl}: a layer cannot be captured "
+            f"({str(error).partition(chr(10))[0]}); name other parts of it with "
+            "--cuda-graph-modules, or drop the flag"
+        ) from error
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """What is drawn inside, to warm up, is drawn again."""
+    import torch
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    generators = [default, *get_all_rng_states().values()]
+    states = [generator.get_state() for generator in generators]
+    yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+@replaces(
+    "megatron.core.transformer.cuda_graphs.create_cudagraphs",
+    "",
+    why="as above, of the layers that Megatron captures by itself, whose graphs add to main_grad",
+    drop_when="Megatron asks the wrapper for the place of a gradient and tells it of the capture",
+)
+def capture_recorded(original: Callable) -> Any:
+    from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+
+    runners = [runner for runner, *_ in _CudagraphGlobalRecord.cudagraph_record]
+    if run_args() is None or not runners:
+        return original()
+    import torch
+
+    from megatron_asynchzp.mcore.communication import Communication
+
+    leaving_grads: set[Any] = set()
+    with ExitStack() as chunks:
+        for runtime in Communication.open_runtimes():
+            chunks.enter_context(runtime.rehearsing(leaving_grads))
+        # torch captures no backward whose nodes are those of the default stream.
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside), _random_numbers_kept(), _named_failure("local"):
+            result = original()
+        here.wait_stream(aside)
+        for runner in runners:
+            leaving_grads.update(runner.params_to_backprop)
+    return result
 
 
 @replaces(

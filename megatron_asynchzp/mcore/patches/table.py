@@ -29,6 +29,7 @@ PATCHES: tuple[Patch, ...] = (
     process.destroy_process_group,
     model.build_module,
     model.capture_layers,
+    model.capture_recorded,
     offloading.offload_chunk,
     whole_tensors.calc_params_l2_norm,
     whole_tensors.check_param_hashes,

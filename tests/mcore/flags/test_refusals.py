@@ -30,6 +30,7 @@ def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, par
 
 _CAPTURING = "--use-asynchzp --bf16 --cuda-graph-impl transformer_engine"
 _EXPERTS = f"{_CAPTURING} --num-experts 4 --moe-token-dispatcher-type alltoall"
+_OWN = "--use-asynchzp --bf16 --cuda-graph-impl local"
 _PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
 
 
@@ -53,3 +54,26 @@ def test_experts_are_captured_only_where_the_host_knows_their_tokens(parse, line
     rows = [str(row) for row in REFUSALS if row.is_asked(parse(line))]
     assert len(rows) == is_refused
     assert all("--moe-pad-expert-input-to-capacity" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (_OWN, ""),
+        (f"{_OWN} --cuda-graph-modules attn mlp", ""),
+        (f"{_OWN} --transformer-impl local", "layers of Transformer Engine alone"),
+        (f"{_OWN} --num-experts 4 {_PADDED} --moe-token-dispatcher-type alltoall", ""),
+        (f"{_OWN} --num-experts 4 --moe-token-dispatcher-type alltoall", "around experts"),
+        (f"{_OWN} --num-experts 4 --cuda-graph-modules moe_router", "around experts"),
+        (f"{_OWN} --fp8-format hybrid --fp8-recipe delayed", "change scales"),
+        (f"{_OWN} --fp8-format hybrid --fp8-recipe tensorwise", ""),
+        (f"{_OWN} --cuda-graph-scope full_iteration", "gathers and reductions within"),
+        (
+            "--use-asynchzp --fp16 --cuda-graph-impl local",
+            "has not been tested in a captured layer",
+        ),
+    ],
+)
+def test_megatrons_own_graphs_are_taken_where_their_numbers_are_those_without(parse, line, reason):
+    rows = [str(row) for row in REFUSALS if row.is_asked(parse(line))]
+    assert len(rows) == bool(reason) and all(reason in row for row in rows)

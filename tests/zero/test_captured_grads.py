@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose replay gives the same tensor each time, and adds the gradients of its parameters to
+where they were at the capture, as Megatron's own CUDA graphs do, train as without."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.plan import plan_units
+from scripts.testbed.ranks import run_ranks
+from tests.support.engine import shard_groups
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: "Layer", *_params: Any) -> torch.Tensor:
+        ctx.x, ctx.layer = x.clone(), layer
+        return layer.output.copy_(layer.forward(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad,), layer = grads, ctx.layer
+        for place, added in zip(layer.places, (grad.t() @ ctx.x, grad.sum(0))):
+            place.add_(added)
+        return layer.grad.copy_(grad @ layer.weight), None, None, None
+
+
+class Layer(nn.Linear):
+    places: Any = None
+
+    def capture(self) -> None:
+        self.places = [self.weight.main_grad, self.bias.main_grad]  # pyright: ignore
+        self.output, self.grad = (torch.zeros(4, 8, dtype=torch.bfloat16) for _ in range(2))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return (
+            super().__call__(x)
+            if self.places is None
+            else Replay.apply(x, self, *self.parameters())
+        )
+
+
+class Model(nn.Module):
+    """form: how the layers are called."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 8).bfloat16()
+        count = 2 if form == "inputs without a gradient" else 3  # which are in use together then
+        self.layers = nn.ModuleList(Layer(8, 8).bfloat16() for _ in range(count))
+        self.form, self.received = form, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.form == "inputs without a gradient":
+            return sum((layer(x) for layer in self.layers), self.first(x))  # pyright: ignore
+        if self.form == "a leaf":  # what another stage has sent
+            x = x.clone().requires_grad_()
+            self.received.append(x)
+        else:
+            x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained(form: str, sizes: tuple[int, ...], is_captured: bool) -> list[torch.Tensor]:
+    model = Model(form)
+    plans = plan_units(model, [model.first, *model.layers], lambda _: "dense")
+    plans = [replace(plan, is_seated="layers" in plan.name) for plan in plans]
+    runtime = HZPRuntime(
+        model, plans, {"dense": shard_groups(sizes)}, ScheduleConfig("main-thread")
+    )
+    found: list[torch.Tensor] = []
+    for step in range(3):
+        runtime.zero_grads()
+        for batch in range(2):
+            x = torch.linspace(-1, 1, 32).view(4, 8).add(step + batch).bfloat16()
+            with runtime.no_sync() if batch == 0 else torch.enable_grad():
+                model(x).float().sin().sum().backward()
+        runtime.sync_grads()
+        if step == 0 and is_captured:
+            leaving_grads: set[nn.Parameter] = set()
+            with runtime.rehearsing(leaving_grads):
+                for layer in model.layers:
+                    layer.capture()  # pyright: ignore
+                    leaving_grads.update(layer.parameters())
+        found += [x.grad for x in model.received if x.grad is not None]
+        for unit in runtime.units:
+            unit.main_param.storage.sub_(unit.main_grad.view(unit.optim_range), alpha=0.05)
+            found.append(unit.main_param.storage.clone())
+        runtime.sync_params()
+    runtime.close()
+    return found
+
+
+FORMS = ("a chain", "a leaf", "inputs without a gradient")
+
+
+def check(form: str) -> None:
+    for sizes in ((2, 2, 2), (1, 2, 2), (1, 1, 2)):
+        eager, graphed = (trained(form, sizes, is_captured) for is_captured in (False, True))
+        assert len(eager) == len(graphed) >= 9
+        assert all(torch.equal(one, other) for one, other in zip(eager, graphed)), (form, sizes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_that_captured_backwards_add_to_their_places_train_bit_for_bit(form: str):
+    run_ranks(check, 2, form)
