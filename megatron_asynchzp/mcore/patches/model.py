@@ -234,7 +234,7 @@ def _random_numbers_kept() -> Iterator[None]:
     from megatron.core.tensor_parallel.random import get_all_rng_states
 
     default = torch.cuda.default_generators[torch.cuda.current_device()]
-    generators = [default, *get_all_rng_states().values()]
+    generators = [default, *(get_all_rng_states() or {}).values()]
     states = [generator.get_state() for generator in generators]
     yield
     for generator, state in zip(generators, states, strict=True):
