@@ -23,9 +23,11 @@ def model(understood: Model) -> str:
 
 def setting(space: Space, outcome: Outcome) -> str:
     """Cluster, batch and how many plans were looked at, in one line."""
-    cluster = space.cluster
+    cluster, domain = space.cluster, ""
+    if cluster.nodes_per_domain > 1:
+        domain = f" in domains of {cluster.ranks_per_domain}, between which they send"
     return (
-        f"{cluster.name}: {cluster.nodes} nodes x {cluster.ranks_per_node} ranks, "
+        f"{cluster.name}: {cluster.nodes} nodes x {cluster.ranks_per_node} ranks{domain}, "
         f"{space.global_batch} sequences of {space.start.batch.seq_length} tokens a step; "
         f"{outcome.num_plans} plans, {outcome.num_fitting} fit, the {outcome.num_simulated} most "
         "promising were simulated"

@@ -5,6 +5,7 @@
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -100,7 +101,8 @@ class Link:
 class Cluster:
     """Equal nodes of equal devices.
 
-    inside, between: the links within a node and from node to node.
+    inside, between: the links within a domain and from domain to domain.
+    nodes_per_domain: how many nodes the links inside join: 18 of 4 GB200s share NVLink.
     runs_ahead: whether the host issues work ahead of the device, as with CUDA.
     imbalance: by how much of its length the slowest rank's computation of a micro-batch is longer
         than the mean (variable sequence lengths, stragglers), for `Cluster.slowest`.
@@ -116,6 +118,17 @@ class Cluster:
     runs_ahead: bool = True
     imbalance: float = 0.0
     source: str = ""
+    nodes_per_domain: int = 1
+
+    @property
+    def ranks_per_domain(self) -> int:
+        """Those that the links inside join."""
+        return self.ranks_per_node * self.nodes_per_domain
+
+    @cached_property
+    def outside(self) -> Link:
+        """`between`, with the cards of a domain."""
+        return replace(self.between, cards=self.between.cards * self.nodes_per_domain)
 
     @property
     def num_ranks(self) -> int:
@@ -145,14 +158,20 @@ class Cluster:
         Raises ConfigurationError where they do not fill the last node.
         """
         if num_ranks <= self.ranks_per_node:
-            return replace(self, nodes=1, ranks_per_node=num_ranks)
+            return replace(self, nodes=1, ranks_per_node=num_ranks, nodes_per_domain=1)
         nodes, rest = divmod(num_ranks, self.ranks_per_node)
+        joined = min(self.nodes_per_domain, nodes)
         if rest:
             raise ConfigurationError(
                 f"{self.name}: {num_ranks} ranks do not fill nodes of {self.ranks_per_node}; "
                 f"give {nodes * self.ranks_per_node} or {(nodes + 1) * self.ranks_per_node}"
             )
-        return replace(self, nodes=nodes)
+        if nodes % joined:
+            raise ConfigurationError(
+                f"{self.name}: {num_ranks} ranks do not fill domains of {self.ranks_per_domain}; "
+                "give whole ones, or in a file of yours nodes_per_domain as a job gets them"
+            )
+        return replace(self, nodes=nodes, nodes_per_domain=joined)
 
 
 class Cost(NamedTuple):
@@ -224,7 +243,7 @@ class Ring:
         if self.size == 1:
             return Cost()
         message = nbytes / self.size
-        inside, between = cluster.inside, cluster.between
+        inside, between = cluster.inside, cluster.outside
         to_ranks_inside = self.in_node - 1
         sharing = self.rings_per_node * self.in_node if inside.shared else 1
         paces = [sharing * to_ranks_inside * message / inside.reached(message)]
@@ -239,9 +258,9 @@ class Ring:
         """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one): a turn of
         the ring, or where one rank of each node takes part NCCL's PAT, whichever is faster."""
         ring = self.turn(nbytes, cluster)
-        if not (cluster.between.trees and self.in_node == 1 and self.crosses_nodes):
+        if not (cluster.outside.trees and self.in_node == 1 and self.crosses_nodes):
             return ring
-        between, hops = cluster.between, self.nodes.bit_length() - 1
+        between, hops = cluster.outside, self.nodes.bit_length() - 1
         latency_us = hops * between.latency_us / _PAT_OVERLAP + _PAT_RANK_US * self.size
         pat = Cost(ring.busy_s / _PAT_SPEED, 1e-6 * (between.start_us + latency_us))
         return min(ring, pat, key=lambda cost: cost.alone_s)
@@ -250,9 +269,9 @@ class Ring:
         """Of an all-reduce of `nbytes`: two turns of the ring, or up and down a tree of nodes."""
         turn = self.turn(nbytes, cluster)
         ring = Cost(2 * turn.busy_s, 2 * turn.latency_s)
-        if not (cluster.between.trees and self.crosses_nodes):
+        if not (cluster.outside.trees and self.crosses_nodes):
             return ring
-        between, hops = cluster.between, self.nodes.bit_length() - 1
+        between, hops = cluster.outside, self.nodes.bit_length() - 1
         latency_us = hops * between.latency_us + (self.in_node - 1) * cluster.inside.latency_us
         tree = Cost(ring.busy_s, 1e-6 * (between.start_us + 2 * latency_us))
         return min(ring, tree, key=lambda cost: cost.alone_s)
@@ -269,7 +288,7 @@ class Ring:
             return Cost()
         message = nbytes / self.size
         sent = (self.size - 1) * message
-        inside, between = cluster.inside, cluster.between
+        inside, between = cluster.inside, cluster.outside
         hops_between = self.nodes - 1
         hops_inside = self.size - 1 - hops_between
         latency_s = 1e-6 * (hops_inside * inside.latency_us + hops_between * between.latency_us)

@@ -102,7 +102,7 @@ class ComputeTimes:
         model, cluster = self.model, self.cluster
         parallel, layer = self.parallel, unit.source
         hidden_nbytes = self.batch.tokens / parallel.cp * model.hidden * model.itemsize
-        per_node = cluster.ranks_per_node
+        per_node = cluster.ranks_per_domain
         found: list[Sent] = []
         if layer is not None and unit.kind == "experts" and isinstance(layer.mlp, shapes.Experts):
             ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
@@ -152,5 +152,5 @@ class ComputeTimes:
         parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
         nbytes = self.batch.tokens / parts * self.model.hidden * self.model.itemsize
         distance = cluster.num_ranks // parallel.pp
-        link = cluster.between if distance >= cluster.ranks_per_node else cluster.inside
+        link = cluster.between if distance >= cluster.ranks_per_domain else cluster.inside
         return nbytes / link.reached(nbytes) + 1e-6 * link.latency_us

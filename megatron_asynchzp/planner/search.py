@@ -76,7 +76,7 @@ class Candidate:
     def ranks_in_node(self) -> int:
         """Of a dense sharding group."""
         tp = self.plan.parallel.tp
-        per_node = max(1, self.costing.cluster.ranks_per_node // tp)
+        per_node = max(1, self.costing.cluster.ranks_per_domain // tp)
         return min(per_node, self.costing.dense_ranks)
 
 

@@ -101,7 +101,7 @@ def parallels(space: Space) -> Iterator[Parallel]:
                 for ep in choices("ep") if experts else [1]:
                     one = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
                     if one != start:
-                        if tp > cluster.ranks_per_node or len(model.layers) % pp:
+                        if tp > cluster.ranks_per_domain or len(model.layers) % pp:
                             continue
                         is_sequential = start.sequence_parallel or start.tp == 1
                         one = replace(
@@ -145,7 +145,7 @@ def plans(space: Space) -> Iterator[Plan]:
             continue
         if space.cluster.num_ranks % (parallel.experts_tp * parallel.ep * parallel.pp):
             continue
-        in_node = min(ranks, max(1, space.cluster.ranks_per_node // tp))
+        in_node = min(ranks, max(1, space.cluster.ranks_per_domain // tp))
         for batch in batches(space, parallel):
             for sizes in shard_sizes(ranks, in_node, space.kept_sizes):
                 for recompute in dict.fromkeys(space.recomputes):

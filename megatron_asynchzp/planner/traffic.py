@@ -189,7 +189,7 @@ def _sums(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
 
 def ring_of(collective: Collective, group: Group, cluster: Cluster) -> Ring:
     distance = collective.stride * group.distance
-    return Ring.of_axis(collective.size, distance, cluster.ranks_per_node)
+    return Ring.of_axis(collective.size, distance, cluster.ranks_per_domain)
 
 
 class Transfer(NamedTuple):

@@ -161,3 +161,33 @@ def test_what_a_link_reaches_grows_with_the_message_along_its_curve():
     link = Link(10.0, efficiency=((1e3, 0.1), (1e5, 0.5), (1e6, 0.9)))
     reached = [link.reached(10.0**power) / 1e10 for power in range(2, 9)]
     assert reached == pytest.approx([0.1, 0.1, 0.3, 0.5, 0.9, 0.9, 0.9])
+
+
+def test_a_domain_of_several_nodes_is_one_large_node_with_all_their_cards():
+    """Whatever an axis is, and however it is used."""
+    parted = replace(FLAT, nodes=8, nodes_per_domain=4, between=replace(FLAT.between, cards=2))
+    joined = replace(
+        parted,
+        nodes=2,
+        ranks_per_node=16,
+        nodes_per_domain=1,
+        between=replace(FLAT.between, cards=8),
+    )
+    assert parted.num_ranks == joined.num_ranks == 32
+    for size, distance in ((32, 1), (16, 1), (8, 4), (2, 16), (4, 8)):
+        rings = [Ring.of_axis(size, distance, one.ranks_per_domain) for one in (parted, joined)]
+        assert rings[0] == rings[1]
+        for kind in ("gather", "all_reduce", "exchange", "turn"):
+            costs = [getattr(rings[0], kind)(1e8, one) for one in (parted, joined)]
+            assert costs[0] == costs[1], (kind, size, distance)
+    assert rings[0].gather(1e8, parted) != rings[0].gather(1e8, replace(parted, nodes_per_domain=2))
+
+
+def test_parameters_of_gb200_are_planned_over_its_domain_and_not_over_a_host():
+    cluster = load_cluster("gb200")
+    assert (cluster.ranks_per_node, cluster.ranks_per_domain) == (4, 72)
+    assert cluster.with_ranks(8).ranks_per_domain == 8 and cluster.with_ranks(2).num_ranks == 2
+    assert cluster.with_ranks(144).nodes_per_domain == 18
+    with pytest.raises(ConfigurationError, match="do not fill domains of 72; .*nodes_per_domain"):
+        cluster.with_ranks(256)
+    assert replace(cluster, nodes_per_domain=16).with_ranks(256).ranks_per_domain == 64
