@@ -846,6 +846,7 @@ REFUSED: dict[str, list[Refusal]] = {
         (lambda s: s.model.half(), "convert or move the model before shard"),
         (lambda s: s.model.to(torch.bfloat16), "convert or move the model before shard"),
         (lambda s: s.model.bfloat16(), "convert or move the model before shard"),
+        (lambda s: s.model.blocks[0].double(), "convert or move the model before shard"),
     ],
     "`fully_shard` after `shard`": [(lambda s: fully_shard(s.model), "leave out FSDP")],
     "`optimizer.state_dict()` of another rank or system": [

@@ -659,6 +659,22 @@ def largest_so_far(param: torch.Tensor, state: dict) -> torch.Tensor:
     return param.grad / (1 + state["top"])
 
 
+def factored_from_32(param: torch.Tensor, _: dict) -> torch.Tensor:  # Adafactor of Big Vision
+    if param.ndim < 2 or min(param.shape) < 32:
+        return param.grad / (param.grad.abs() + 1)
+    squares = param.grad.square()
+    rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
+    return param.grad / (rows * columns / squares.mean() + 1).sqrt()
+
+
+def centred_from_128(param: torch.Tensor, state: dict) -> torch.Tensor:
+    return centralized(param, state) if min(param.shape) >= 128 else param.grad
+
+
+def clipped_from_1000(param: torch.Tensor, _: dict) -> torch.Tensor:
+    return param.grad / (param.grad.square().mean().sqrt() / 1000).clamp(min=1.0)
+
+
 class Estimates(torch.optim.Optimizer):
     """As Prodigy and D-Adaptation: a rate that all elements of all parameters decide."""
 
@@ -716,6 +732,10 @@ NOT_ELEMENTWISE = {
     "mean of squares": step_of(mean_of_squares),
     "centralized": step_of(centralized),
     "decayed in step": step_of(decayed_in_step),
+    "factored from 32 x 32": step_of(factored_from_32),
+    "centred from 128 x 128": step_of(centred_from_128),
+    "clipped from 1000 on": step_of(clipped_from_1000),
+    "AdafactorOf256": type("AdafactorOf256", (torch.optim.SGD,), {}),
     "largest so far": step_of(largest_so_far),
     "Estimates": Estimates,
     "Muon": torch.optim.Muon,

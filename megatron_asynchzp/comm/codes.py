@@ -67,8 +67,8 @@ class CodedGather:
     is_computing: whether the layers, called now, would compute on that grid.
     message_nbytes: of one rank.
 
-    Takes no memory but a few MiB: messages arrive in the last bytes of the place, and each is read
-    before its bytes are written.
+    Takes no memory but a few MiB, and what travels plain a few times: messages arrive in the last
+    bytes of the place, and each byte is read before it is written.
     """
 
     def __init__(
@@ -143,13 +143,21 @@ class CodedGather:
         messages = wire.view(len(self._coded), self.message_nbytes)
         for place, message in enumerate(messages):
             target = full[place * self._numel :][: self._numel]
-            if target.data_ptr() + target.nbytes > message.data_ptr():
-                message = message.clone()
-            codes = message[: self._numel].view(CODE)
+            # From front to back, two bytes are written for each one that is read: those from the
+            # `ahead`th on would be written before they are read.
+            ahead = message.data_ptr() - target.data_ptr()
+            late = message[ahead:].clone() if ahead < self._numel else message[self._numel :]
+            ahead = min(ahead, self._numel)
             for index, part in self._coded[place]:
-                values = target[part].copy_(codes[part])
-                torch.mul(values, inverses[index : index + 1], out=values)
-            rest = message[self._numel :].view(full.dtype)
+                for some in [
+                    *_pieces(slice(part.start, min(part.stop, ahead))),
+                    *_pieces(slice(max(part.start, ahead), part.stop)),
+                ]:
+                    is_late, length = some.start >= ahead, some.stop - some.start
+                    codes = late[some.start - ahead :] if is_late else message[some.start :]
+                    values = codes[:length].view(CODE).to(full.dtype)
+                    torch.mul(values, inverses[index : index + 1], out=target[some])
+            rest = late[self._numel - ahead :].view(full.dtype)
             for back, source in _beside(self._plain[place]):
                 target[back].copy_(rest[source])
 

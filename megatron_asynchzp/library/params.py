@@ -108,7 +108,8 @@ class ShardedParams:
         model: Any = self._model
         model.zero_grad = lambda set_to_none=True: zero_grad(set_to_none)
         model.no_sync = no_sync
-        model._apply = partial(_convert, model)
+        for module in model.modules():
+            module._apply = partial(_convert, module)
         model.__reduce_ex__ = refuse_copies
         model._ddp_params_and_buffers_to_ignore = _NoDDP()
 

@@ -20,8 +20,11 @@ from megatron_asynchzp.zero.early_update import is_elementwise
 _NAMES = "Adam AdamW SGD NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD"
 _OF_TORCH = tuple(getattr(torch.optim, name) for name in _NAMES.split(" "))
 _OF_MATRICES = ("muon", "shampoo", "soap")
+_OF_TENSORS = ("adafactor", "lamb", "lars", "kron", "psgd", "galore")
 _NUM_STEPS = 32  # warmups, slow weights and preconditioners do something else at first
-_SHAPE, _NUM_BIASES, _CUT = (12, 16), 5, 70  # cut within a row
+# Some begin with matrices from 128 x 128 on. Cut within a row.
+_SHAPE, _NUM_BIASES, _CUT = (136, 144), 5, 7000
+_NUM_LARGE, _LARGE = 4, 1e4
 _NUM_OF_BLOCKS = 5000  # from 4096 elements on bitsandbytes has states of 8 bits
 _LEAST_RATE, _TOLERANCE = 1e-3, 1e-3
 _REMEDY = (
@@ -61,7 +64,7 @@ def refuse_by_trial(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind in _OF_TORCH:
         return
-    if _is_of_matrices(kind) and not is_elementwise(optimizer):
+    if _is_named(kind, _OF_MATRICES + _OF_TENSORS) and not is_elementwise(optimizer):
         raise ConfigurationError(_refusal(kind))  # some begin with matrices later than any trial
     try:
         whole, parts = (None, []) if is_elementwise(optimizer) else _whole_and_parts(optimizer)
@@ -84,12 +87,12 @@ def _refusal(kind: type) -> str:
     return (
         f"{kind.__name__} is not known to update each element from that element's gradient and "
         f"states alone, and each rank has a part of each parameter: {_REMEDY}"
-        f"{muon if _is_of_matrices(kind) else ''}"
+        f"{muon if _is_named(kind, _OF_MATRICES) else ''}"
     )
 
 
-def _is_of_matrices(kind: type) -> bool:
-    return any(one in kind.__name__.lower() for one in _OF_MATRICES)
+def _is_named(kind: type, names: Sequence[str]) -> bool:
+    return any(one in kind.__name__.lower() for one in names)
 
 
 def _refuse_other_states(optimizer: object, kinds: dict[str, StateKind]) -> None:
@@ -147,6 +150,9 @@ def _whole_and_parts(optimizer: torch.optim.Optimizer) -> "tuple[_Tried, list[_T
     for matrix, bias in grads:  # larger on the second rank
         matrix.view(-1)[_CUT:] *= 7
         bias *= 3
+    for matrix, bias in grads[-_NUM_LARGE:]:  # clipping of somebody else's has a threshold
+        matrix *= _LARGE
+        bias *= _LARGE
     # The first gradient is orthogonal to each row, where AdamP does something else.
     start[0][:, 1::2], grads[0][0][:, 1::2] = start[0][:, ::2], -grads[0][0][:, ::2]
     tried: list[_Tried] = []
