@@ -121,8 +121,10 @@ def _headline(found: "Verdict") -> str:
 def _groups(found: "Verdict") -> Iterator[str]:
     """Each group of lines under its title."""
     lost = {rule.name: f"{rule.flag}: {rule.reason}" for rule in found.lost}
-    others = [line for line in found.logged if line.partition(" = ")[0] not in lost]
+    told = [line for line in found.logged if line not in found.environment]
+    others = [line for line in told if line.partition(" = ")[0] not in lost]
     groups = {
+        "Needed in the environment, and judged with it": found.environment,
         "Refused": [line.text for line in found.refused],
         "Switched off, and nothing else gives it": lost.values(),
         "Set otherwise, with the same effect": others,

@@ -40,6 +40,9 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 OURS = "--use-asynchzp"
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
 _CONNECTIONS = ("1", "8")
+# What Megatron's own checks ask of the environment by name, and refuse to start without.
+_ASKED = ("NVTE_CPU_OFFLOAD_V1",)
+_IN_ENVIRONMENT = "it has to be in the environment, or Megatron refuses to start"
 
 
 class Line(NamedTuple):
@@ -66,13 +69,17 @@ class Verdict:
     @property
     def changed(self) -> list[Normalisation]:
         """The rules that change something."""
-        named = {line.partition(" = ")[0] for line in self.logged}
-        return [rule for rule in (*NORMALISATIONS, *OVERLAP) if rule.name in named]
+        return [rule for rule in (*NORMALISATIONS, *OVERLAP) if rule.is_in(self.logged)]
 
     @property
     def lost(self) -> list[Normalisation]:
         """What is switched off and nothing else gives."""
         return [rule for rule in self.changed if rule.is_lost]
+
+    @property
+    def environment(self) -> list[str]:
+        """Lines on what has to be in the environment, with which the rest was judged."""
+        return [line for line in self.logged if line.endswith(_IN_ENVIRONMENT)]
 
 
 def ask(
@@ -81,9 +88,10 @@ def ask(
     """Megatron's validated arguments and what is logged of them, or the refusal. command: a script,
     which need not be here, and flags."""
     refusal = None
-    for connections in _CONNECTIONS:
+    environments = [{"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in _CONNECTIONS]
+    for environment in environments:  # grows below
         with (
-            mock.patch.dict("os.environ", {"CUDA_DEVICE_MAX_CONNECTIONS": connections}),
+            mock.patch.dict("os.environ", environment),
             # Places on another machine.
             mock.patch.object(checks, "refuse_unwritable_folders", lambda _: None),
             mock.patch.object(checks, "refuse_useless_load", lambda _: None),
@@ -93,9 +101,15 @@ def ask(
                     command_line.check_command_line(command[1:], ranks)
                 except ConfigurationError as error:
                     raise ConfigurationError(str(error)) from error
-                return pretended_world.parse_command(command, ranks, ranks_per_node, False)
+                args, lines = pretended_world.parse_command(command, ranks, ranks_per_node, False)
             except ConfigurationError as error:
                 refusal = refusal or error
+                asked = [name for name in _ASKED if f"{name} should" in str(error)]
+                if more := dict.fromkeys(asked, "1").items() - environment.items():
+                    environments.append(environment | dict(more))
+                continue
+            needed = [name for name in _ASKED if name in environment]
+            return args, [*lines, *(f"{name} = 1: {_IN_ENVIRONMENT}" for name in needed)]
     assert refusal is not None
     return refusal
 

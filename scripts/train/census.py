@@ -50,12 +50,14 @@ class Case:
 @dataclass(frozen=True)
 class Verdict:
     """What became of a case. stock, ours: None where Megatron alone, or with `--use-asynchzp`,
-    accepted it; lost: the arguments that are then switched off without a replacement."""
+    accepted it; lost: the arguments that are then switched off without a replacement; needed: what
+    has to be in the environment."""
 
     case: Case
     stock: of_start.Line | None
     ours: of_start.Line | None
     lost: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
 
     @property
     def is_ours_alone(self) -> bool:
@@ -137,7 +139,8 @@ def judge(case: Case) -> Verdict:
     refused = of_start.lines_of(stock) if isinstance(stock, ConfigurationError) else []
     found = of_start.judge(command, size, per_node)
     lost = () if found.refused else tuple(rule.name for rule in found.lost)
-    return Verdict(case, next(iter(refused), None), next(iter(found.refused), None), lost)
+    needed = tuple(line.partition(":")[0] for line in found.environment)
+    return Verdict(case, next(iter(refused), None), next(iter(found.refused), None), lost, needed)
 
 
 # ---- the report
@@ -161,6 +164,8 @@ def report(verdicts: list[Verdict], names_cases: bool = False) -> str:
         counts = Counter(name for verdict in weakened for name in verdict.lost)
         lines.append(f"{len(weakened)} of them weakened: something is switched off")
         lines += [f"{count:5}  {name}" for name, count in counts.most_common()]
+    counts = Counter(words for verdict in accepted for words in verdict.needed)
+    lines += [f"{count:5}  with {words} in the environment" for words, count in counts.items()]
     for is_ours, title in ((True, "refused by --use-asynchzp"), (False, "refused by Megatron")):
         refusals = [v.ours for v in verdicts if v.ours is not None and v.is_ours_alone == is_ours]
         counts = Counter(map(_topic, refusals))

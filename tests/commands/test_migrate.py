@@ -116,6 +116,13 @@ def test_its_verdict_is_what_a_real_start_says(run, flags):
         assert " iteration        2/" in done.stdout
 
 
+def test_what_megatron_asks_of_the_environment_is_named_and_judged_as_if_it_were_there(run):
+    flags = "--bf16 --transformer-impl transformer_engine --fine-grained-activation-offloading"
+    status, out, _ = run("--", *launch_words(f"{flags} --offload-modules core_attn"))
+    assert status == 0, out
+    assert "Needed in the environment" in out and "  NVTE_CPU_OFFLOAD_V1 = 1: " in out
+
+
 def test_every_refusal_is_named_and_the_rest_is_judged_without_them(run):
     flags = "--optimizer-cpu-offload --qk-clip --use-distributed-optimizer --use-nccl-ub"
     status, out, _ = run("--", *launch_words(flags))

@@ -377,3 +377,15 @@ def test_main_gradients_in_bf16_are_stocks(te_worlds: DeviceWorlds, micro_batche
         for (loss, norm), (stocks, stocks_norm) in zip(run.steps, stock.steps, strict=True):
             assert loss == pytest.approx(stocks, rel=2e-4)
             assert norm == pytest.approx(stocks_norm, rel=2e-3)
+
+
+def test_mxfp8_with_the_flags_for_its_gathers_has_the_values_of_stock_without_them(
+    te_worlds: DeviceWorlds,
+):
+    line = [*BASE, *RECIPES["mxfp8"]]
+    more = [*CODES, "--reuse-grad-buf-for-mxfp8-param-ag", "--use-distributed-optimizer"]
+    ours = [*more, *size_flags((2, 2, 2))]
+    env = env_of("mxfp8")
+    stock, run = te_worlds.run(train_two, 2, line, ours, timeout_s=590, env=env)[0]
+    assert stock.fp8 and run.fp8 and equal(run.steps, stock.steps) and run.copies == 0
+    assert run.log.count("as in stock Megatron 2 bytes a parameter travel") == 2

@@ -4,7 +4,7 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -32,6 +32,14 @@ def can_send_codes(args: Namespace) -> bool:
     return args.te_precision_config_file is None and not os.getenv("NVTE_BACKWARD_OVERRIDE")
 
 
+def gathers_bf16_of_mxfp8(args: Namespace) -> bool:
+    """Whether stock Megatron gathers parameters in bf16, into its gradient buffer, and quantises
+    what has arrived (_ParamAndGradBuffer._post_param_sync)."""
+    is_asked = args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag
+    has_buffers = not (args.use_megatron_fsdp or args.use_torch_fsdp2)
+    return bool(is_asked and args.fp8 and args.fp8_recipe == "mxfp8" and has_buffers)
+
+
 # A step that no run reaches. To Megatron no --eval-interval means "never", but it divides by it.
 _NEVER = 10**9
 
@@ -39,29 +47,52 @@ _NEVER = 10**9
 class Normalisation(NamedTuple):
     """A Megatron argument that gets one fixed value, because asynchzp does its job.
 
-    is_spared: whether it keeps what the user gave it, in this installation.
+    is_spared: whether the arguments, as the user gave them, keep it, in this installation. Of
+        rows for one argument the first that does not spare it decides.
     is_lost: whether a run goes without what the flag gives it, instead of having it otherwise.
+    told: what the log says in place of the reason.
     """
 
     flag: str
     name: str
     value: object
     reason: str
-    is_spared: Callable[[], bool] = lambda: False
+    is_spared: Callable[[Namespace], bool] = lambda args: False
     is_lost: bool = False
+    told: Callable[[Namespace], str] | None = None
+
+    def line(self, args: Namespace) -> str:
+        """What the log says of it."""
+        why = self.reason if self.told is None else self.told(args)
+        return f"{self.name} = {self.value}: {why} ({self.flag})"
+
+    def is_in(self, log: Sequence[str]) -> bool:
+        """Whether one of the lines is its own."""
+        told = (line for line in log if line.startswith(f"{self.name} = {self.value}: "))
+        return any(self.told is not None or self.reason in line for line in told)
 
 
 # The ends of a row: without it a run has the same values, and is slower or larger.
-_LOST = (lambda: False, True)
+_LOST = (lambda args: False, True)
 
 _UNITS = "the engine has units, not buckets"
 _BUFFERS = (
-    "the buffers of Megatron's wrapper are not used; collectives take the GPU's cores and memory "
-    "that registered ones would spare"
+    "values and bytes on the link are the same; the buffers of Megatron's wrapper are not used, so "
+    "collectives take the GPU's cores and memory that registered ones would spare"
 )
 
 _BF16 = (
     "the values are the same; parameters are held and gathered in bf16, 2 bytes each instead of 1"
+)
+
+_AS_MXFP8 = (
+    "as in stock Megatron 2 bytes a parameter travel, in bf16, to be quantised where they arrive; "
+    "layers do it in each call, and no quantised copy stays"
+)
+
+_CODES = (
+    "weights of FP8 layers are gathered as codes, 1 byte each, with the same bits; shards and "
+    "their exchange once per step stay in bf16"
 )
 
 _BF16_OF_FP4 = "parameters are held and gathered in bf16, and layers quantise what arrives"
@@ -89,7 +120,11 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "only that format can hold sharded states of any sizes; one in another format is not loaded"),
     ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
      "layers add gradients up themselves only with Transformer Engine 2.15 and apex's "
-     "fused_weight_gradient_mlp_cuda; without them the engine does, in fp32", can_fuse_grads),
+     "fused_weight_gradient_mlp_cuda; without them the engine does, in fp32",
+     lambda args: can_fuse_grads()),
+    ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
+     "the engine adds up, in fp32, what a captured graph or a part of a layer leaves of gradients",
+     lambda args: not (captures_layers(args) or overlaps_experts(args))),
     ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", False,
      "the gradient of the output layer is reduced in each micro-batch, like the others", *_LOST),
     ("--overlap-dispatch-backward-with-experts-wgrad",
@@ -98,8 +133,14 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
      "fused operations have not been tested with sharded parameters; a layer runs more kernels",
      *_LOST),
+    ("--fp8-param-gather", "fp8_param_gather", False, _CODES,
+     lambda args: not can_send_codes(args)),
+    ("--fp8-param-gather", "fp8_param_gather", False, _AS_MXFP8,
+     lambda args: not gathers_bf16_of_mxfp8(args)),
     ("--fp8-param-gather", "fp8_param_gather", False, _BF16, *_LOST),
     ("--fp4-param-gather", "fp4_param_gather", False, _BF16_OF_FP4, *_LOST),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _AS_MXFP8,
+     lambda args: not gathers_bf16_of_mxfp8(args)),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16,
      *_LOST),
     ("--keep-fp8-transpose-cache", "keep_fp8_transpose_cache", False,
@@ -138,61 +179,50 @@ BESIDE_OVERLAP: tuple[tuple[str, Callable[[Namespace], Any]], ...] = (
 """Flags with which the overlapped schedule has not been tested on sharded parameters."""
 
 
-_UNTESTED = f"it has not been tested beside {', '.join(what for what, _ in BESIDE_OVERLAP)}"
-# fmt: off
-OVERLAP = (
-    Normalisation("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False,
-                  _UNTESTED, *_LOST),
-    Normalisation("--delay-wgrad-compute", "delay_wgrad_compute", False, _UNTESTED, *_LOST),
+def _beside_overlap(args: Namespace) -> str | None:
+    return next((what for what, is_asked in BESIDE_OVERLAP if is_asked(args)), None)
+
+
+def overlaps_experts(args: Namespace) -> bool:
+    """Whether layers are run in parts."""
+    return args.overlap_moe_expert_parallel_comm and _beside_overlap(args) is None
+
+
+_UNTESTED = "it has not been tested beside {}"
+_OVERLAP_ROW = (
+    False,
+    _UNTESTED.format(", ".join(what for what, _ in BESIDE_OVERLAP)),
+    lambda args: not args.overlap_moe_expert_parallel_comm or overlaps_experts(args),
+    True,
+    lambda args: _UNTESTED.format(_beside_overlap(args)),
 )
-# fmt: on
+OVERLAP = (
+    Normalisation(
+        "--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", *_OVERLAP_ROW
+    ),
+    Normalisation("--delay-wgrad-compute", "delay_wgrad_compute", *_OVERLAP_ROW),
+)
 """Get their values beside what BESIDE_OVERLAP has: a layer is computed as one there."""
 
 
-def _leave_overlap(args: Namespace) -> list[str]:
-    found = next((what for what, is_asked in BESIDE_OVERLAP if is_asked(args)), None)
-    lines: list[str] = []
-    if found is None or not args.overlap_moe_expert_parallel_comm:
-        return lines
-    for rule in OVERLAP:
-        if _breaks(args, rule):
-            setattr(args, rule.name, rule.value)
-            lines.append(
-                f"{rule.name} = False: it has not been tested beside {found} ({rule.flag})"
-            )
-    return lines
-
-
 def normalize_args(args: Namespace) -> list[str]:
-    """Give each argument of NORMALISATIONS its value; return one line for each that changed."""
-    lines = []
-    if args.fp8_param_gather and can_send_codes(args):
-        args.fp8_param_gather, args.asynchzp_sends_codes = False, True
-        lines.append(
-            "weights of FP8 layers are gathered as codes, 1 byte each, with the same bits; shards "
-            "and their exchange once per step stay in bf16 (--fp8-param-gather)"
-        )
-    for rule in NORMALISATIONS:
+    """Give each argument of NORMALISATIONS and OVERLAP its value; return one line for each that
+    changed."""
+    broken: dict[str, Normalisation] = {}
+    for rule in (*NORMALISATIONS, *OVERLAP):  # all by the arguments as they were given
         if _breaks(args, rule):
-            setattr(args, rule.name, rule.value)
-            lines.append(f"{rule.name} = {rule.value}: {rule.reason} ({rule.flag})")
+            broken.setdefault(rule.name, rule)
+    lines = [rule.line(args) for rule in broken.values()]
+    args.asynchzp_sends_codes = getattr(args, "asynchzp_sends_codes", False) or any(
+        rule.reason is _CODES for rule in broken.values()
+    )
+    vars(args).update({rule.name: rule.value for rule in broken.values()})
     if args.optimizer == "dist_muon":
         args.optimizer = "muon"
         lines.append(
             "optimizer = muon: its state is sharded by --asynchzp-optim-shard-size "
             "(--optimizer dist_muon)"
         )
-    lines += _leave_overlap(args)
-    for is_asked, what, flag in (
-        (captures_layers(args), "a captured graph", "cuda-graph-impl"),
-        (args.overlap_moe_expert_parallel_comm, "a part of a layer", OVERLAP[0].flag[2:]),
-    ):
-        if is_asked and args.gradient_accumulation_fusion:
-            args.gradient_accumulation_fusion = False
-            lines.append(
-                f"gradient_accumulation_fusion = False: the engine adds up, in fp32, what {what} "
-                f"leaves of gradients (--{flag})"
-            )
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself
@@ -221,7 +251,7 @@ def normalize_args(args: Namespace) -> list[str]:
 
 
 def _breaks(args: Namespace, rule: Normalisation) -> bool:
-    return getattr(args, rule.name) != rule.value and not rule.is_spared()
+    return getattr(args, rule.name) != rule.value and not rule.is_spared(args)
 
 
 def refuse_changes(args: Namespace) -> None:

@@ -22,6 +22,8 @@ def test_what_asynchzp_replaces_gets_its_value_with_one_line_in_the_log(parser, 
     assert action.dest == rule.name
     args = parse()
     setattr(args, rule.name, "given")
+    if rule.is_spared(args):
+        assert any(one.name == rule.name and one is not rule for one in NORMALISATIONS)
     lines = normalize_args(args)
     assert getattr(args, rule.name) == rule.value
     assert sum(line.startswith(f"{rule.name} = {rule.value}: ") for line in lines) == 1
@@ -67,6 +69,36 @@ def test_the_overlapped_schedule_is_left_by_name_beside_what_it_was_not_tested_w
     assert [getattr(args, name) for name in names] == [beside is None] * 2
     assert len(found) == (0 if beside is None else 2)
     assert all(f"has not been tested beside {beside} (--" in one for one in found)
+
+
+# fmt: off
+_MXFP8 = "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather"
+_REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    "line, said, is_lost",
+    [
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "codes", False),
+        ("--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather", "1", True),
+        (_REUSED, "as in stock Megatron 2 bytes a parameter travel", False),
+        (_MXFP8, "2 bytes each instead of 1", True),
+        (f"{_REUSED} --use-megatron-fsdp", "2 bytes each instead of 1", True),
+        (_REUSED.replace("mxfp8 ", "blockwise ", 1), "2 bytes each instead of 1", True),
+    ],
+)
+def test_what_becomes_of_gathers_in_fp8_depends_on_what_stock_gathers(parse, line, said, is_lost):
+    args = parse(line)
+    lines = normalize_args(args)
+    told = [one for one in lines if one.startswith("fp8_param_gather = False: ")]
+    assert len(told) == 1 and said in told[0]
+    rules = [rule for rule in NORMALISATIONS if rule.is_in(lines) and "param_" in rule.name]
+    assert {rule.is_lost for rule in rules if "overlap" not in rule.name} == {is_lost}
+    assert getattr(args, "asynchzp_sends_codes", False) == (said == "codes")
+    assert not args.fp8_param_gather and not args.reuse_grad_buf_for_mxfp8_param_ag
+    again = normalize_args(args)
+    assert again == [] and getattr(args, "asynchzp_sends_codes", False) == (said == "codes")
 
 
 INSTALLATIONS = [
