@@ -111,6 +111,16 @@ def test_the_bits_are_the_same_under_every_law_of_delay(te_worlds: DeviceWorlds)
     compare(te_worlds, ["--bf16"], (2, 2, 2), laws)
 
 
+def test_a_captured_router_keeps_its_bits_in_the_overlapped_schedule_under_every_law_of_delay(
+    te_worlds: DeviceWorlds,
+):
+    more = [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2", "--bf16", "--num-layers", "2"]
+    more += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
+    more += ["--cuda-graph-modules", "moe_router", "moe_preprocess"]
+    laws = [Delays(law, seed) for seed, law in enumerate(LAWS) if law != "none"]
+    compare(te_worlds, more, (2, 2, 2), laws)
+
+
 # fmt: off
 FORMS = {
     "attention": ["--cuda-graph-modules", "attn"],

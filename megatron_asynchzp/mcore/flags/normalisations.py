@@ -10,7 +10,7 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.refusals import captures_layers
+from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
 
 
 def can_fuse_grads() -> bool:
@@ -164,9 +164,18 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
 # fmt: on
 NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 
+
+def _captures_late_weights(args: Namespace) -> bool:
+    """Whether --delay-wgrad-compute would leave a captured graph the weight gradients of attention
+    or of shared experts, which Megatron allows with gradient_accumulation_fusion alone."""
+    parts = ("attn", "moe_router") if args.moe_shared_expert_intermediate_size else ("attn",)
+    return captures_layers(args) and captures(args, *parts)
+
+
 _PLANS = "megatron.core.models.common.fine_grained_callables"
 BESIDE_OVERLAP: tuple[tuple[str, Callable[[Namespace], Any]], ...] = (
-    ("--cuda-graph-impl", captures_layers),
+    ("--cuda-graph-impl local", lambda args: args.cuda_graph_impl == "local"),
+    ("a captured layer with weights of attention or of shared experts", _captures_late_weights),
     ("--fp16", lambda args: args.fp16),
     ("--context-parallel-size", lambda args: args.context_parallel_size > 1),
     ("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"),

@@ -46,6 +46,9 @@ def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, val
     assert f"{name} = " not in " ".join(normalize_args(plain))
 
 
+LATE = "a captured layer with weights of attention or of shared experts"
+
+
 @pytest.mark.parametrize(
     "line, beside",
     [
@@ -54,8 +57,14 @@ def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, val
         ("--recompute-granularity full", "--recompute-granularity full"),
         ("--fp16", "--fp16"),
         ("--context-parallel-size 2", "--context-parallel-size"),
-        ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl"),
-        ("--cuda-graph-impl local", "--cuda-graph-impl"),
+        ("--cuda-graph-impl transformer_engine", LATE),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router", None),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router "
+            "--moe-shared-expert-intermediate-size 64",
+            LATE,
+        ),
+        ("--cuda-graph-impl local", "--cuda-graph-impl local"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex"),
         ("--optimizer muon", "--optimizer muon"),
     ],
