@@ -33,7 +33,7 @@ BUDGETS = {
     "failure": 900,
     "hf": 2830,
     "library": 2666,
-    "mcore": 9601,
+    "mcore": 9610,
     "planner": 4062,
     "sharding": 1775,
     "zero": 4560,
