@@ -164,7 +164,19 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {kind}, which reduces gradients itself; hand over the "
                 "module in it, before it is wrapped"
             )
-        for one in tree_leaves([*vars(module).values()]):
+        for one in [module, *tree_leaves([*vars(module).values()])]:
+            compiled_for = getattr(one, "get_compiler_config", None)  # torch.compile's mark
+            is_other = isinstance(one, nn.Module) and one is not module
+            if (
+                callable(compiled_for)
+                and not is_other
+                and (compiled_for() or {}).get("triton.cudagraphs")
+            ):
+                raise ConfigurationError(
+                    f"{path or 'the model'} is compiled with CUDA graphs (mode "
+                    '"reduce-overhead" or "max-autotune"), which read parameters where they lie '
+                    "now; compile it without them"
+                )
             if type(one).__name__ in _GRAPHS or _GRAPHED in getattr(one, "__qualname__", ""):
                 raise ConfigurationError(
                     f"{path or 'the model'} has a captured graph, which reads parameters where "

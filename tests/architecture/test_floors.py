@@ -32,7 +32,7 @@ BUDGETS = {
     "cpu_platform": 1050,
     "failure": 900,
     "hf": 2830,
-    "library": 2666,
+    "library": 2678,
     "mcore": 9610,
     "planner": 4062,
     "sharding": 1775,

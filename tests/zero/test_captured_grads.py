@@ -65,7 +65,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.form == "inputs without a gradient":
-            return sum((layer(x) for layer in self.layers), self.first(x))  # pyright: ignore
+            return self.first(x) + self.layers[0](x) + 2 * self.layers[1](x)
         if self.form == "a leaf":  # what another stage has sent
             x = x.clone().requires_grad_()
             self.received.append(x)
