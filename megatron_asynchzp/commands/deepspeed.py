@@ -3,7 +3,7 @@
 """Owns what DeepSpeed's JSON becomes: shard sizes, and flags of Megatron."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +16,113 @@ _STAGES = {
     2: ("1", "world", "world"),
     3: ("world", "world", "world"),
 }
-_FLAGS = {
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "train_batch_size": "--global-batch-size",
-    "gradient_clipping": "--clip-grad",
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_REFUSED = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params")
+_WEIGHTS = "weights are gathered in 16 bits, or as FP8 codes with --fp8-param-gather"
+_LOST = {
+    "zero_quantized_weights": _WEIGHTS,
+    "zero_quantized_nontrainable_weights": _WEIGHTS,
+    "zero_quantized_gradients": "gradients are reduced in fp32, or bf16 (--grad-reduce-in-bf16)",
 }
-_REFUSED = ("offload_optimizer", "offload_param", "cpu_offload")
-_LOST = (
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-)
 
 
-def flags_of(config: Mapping[str, Any], file: str) -> list[str]:
-    """To add to a Megatron command line. Raises ConfigurationError naming the file and the key."""
+def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def translate(
+    config: Mapping[str, Any], file: str, ranks: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Flags to add to a Megatron command line, and a line on each key that becomes none. ranks:
+    data-parallel ones, None where they are not known. Raises ConfigurationError naming the file and
+    the key."""
+    left = dict(_leaves(config))  # what nothing below takes out is named
+
+    def number(key: str, kind: type = int, least: int = 1) -> Any:
+        value = left.get(key)
+        if value is None or value == "auto":  # a trainer of DeepSpeed's fills that in
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | kind) or not value >= least:
+            raise ConfigurationError(f"{file}: {key}: not a number of at least {least}: {value}")
+        return left.pop(key)
+
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in _STAGES:
         raise ConfigurationError(f"{file}: zero_optimization.stage: not one of 0, 1, 2 and 3")
+    left.pop("zero_optimization.stage", left.pop("zero_optimization", None))
     sizes = dict(zip(("param", "grad", "optim"), _STAGES[stage], strict=True))
     # ZeRO++ keeps parameters within a node, MiCS all three.
     for key, states in (("zero_hpz_partition_size", ("param",)), ("mics_shard_size", (*sizes,))):
         size = zero.get(key, 1)
-        if not isinstance(size, int) or (size < 1 and size != -1):
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ConfigurationError(f"{file}: zero_optimization.{key}: not a number of ranks")
-        if stage == 3 and size > 1:
-            sizes |= dict.fromkeys(states, str(size))
+        if stage == 3 or size in (1, -1):
+            left.pop(f"zero_optimization.{key}", None)
+            sizes |= dict.fromkeys(states if size > 1 else (), str(size))
     flags = ["--use-asynchzp"]
     for state, size in sizes.items():
         flags += [f"--asynchzp-{state}-shard-size", size]
-    for dtype in ("bf16", "fp16"):
-        part = config.get(dtype)
-        flags += [f"--{dtype}"] if isinstance(part, dict) and part.get("enabled") is True else []
-    for key, flag in _FLAGS.items():
-        value = config.get(key)
-        flags += [flag, str(value)] if isinstance(value, int | float) else []
-    return flags
+    dtypes = [dtype for dtype in ("bf16", "fp16") if left.get(f"{dtype}.enabled") is True]
+    flags += [f"--{dtype}" for dtype in dtypes]
+    lines = ["Refused: bf16 and fp16: enable one of them"] if len(dtypes) > 1 else []
+    for key in ("bf16.enabled", "fp16.enabled"):
+        if isinstance(left.get(key), bool):
+            del left[key]
+
+    micro, steps, batch = map(number, _BATCH)
+    parts = f"{micro or 'micro-batch'} x {steps or 1} x the data-parallel ranks"
+    divisor = (micro or 1) * (steps or 1) * (ranks or 1)
+    if batch and ranks and (batch % divisor or (micro and steps and batch != divisor)):
+        lines.append(f"Refused: train_batch_size: {batch} is not {parts}, of {ranks}")
+    if not ranks and batch and not micro:
+        lines.append(f"Give --micro-batch-size too, or --ranks here: {batch} = {parts}")
+    elif not ranks and steps and steps > 1 and not batch:
+        lines.append(f"Give --global-batch-size too, or --ranks here: it is {parts}")
+    elif batch and not micro:
+        micro = batch // divisor
+    elif steps and micro and not batch:
+        batch = divisor if ranks else None
+    flags += ["--micro-batch-size", str(micro)] if micro else []
+    flags += ["--global-batch-size", str(batch)] if batch else []
+    clip = number("gradient_clipping", float, 0)
+    if config.get("gradient_clipping") != "auto":  # Megatron's default is 1.0, DeepSpeed's none
+        flags += ["--clip-grad", str(clip or 0.0)]
+
+    for key in (*_REFUSED, *_LOST):
+        value = zero.get(key)
+        is_off = not value or (isinstance(value, dict) and value.get("device", "none") == "none")
+        if not is_off and key in _LOST:
+            lines.append(f"Switched off: {key}: {_LOST[key]}")
+        elif not is_off:
+            lines.append(f"Refused: {key}: not supported; drop it, and shard over more ranks")
+        for name in [one for one in left if f"{one}.".startswith(f"zero_optimization.{key}.")]:
+            del left[name]
+    if left:
+        named = ", ".join(f"{key} {json.dumps(value)}" for key, value in left.items())
+        lines.append(f"Not translated: {named}")
+    return flags, lines
 
 
-def migrate(file: str) -> int:
-    """Print what becomes of the file; returns 1 where it has what is refused, else 0."""
+def migrate(file: str, ranks: int | None = None) -> int:
+    """Print what becomes of the file; returns 1 where it has what is refused, else 0. ranks: as for
+    `translate`."""
     try:
         config = json.loads(Path(file).read_text())
     except OSError as error:
         raise ConfigurationError(f"{file}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigurationError(f"{file}: not a JSON file: {error}") from error
-    if not isinstance(config, dict) or not {"zero_optimization", *_FLAGS} & config.keys():
+    known = {"zero_optimization", "gradient_clipping", *_BATCH}
+    if not isinstance(config, dict) or not known & config.keys():
         raise ConfigurationError(f"{file}: not a configuration of DeepSpeed")
-    flags = flags_of(config, file)
-    zero = config.get("zero_optimization", {})
-    asked = [key for key, value in zero.items() if value and value != {"device": "none"}]
-    refused = [key for key in asked if key in _REFUSED]
-    print(f"{file}: {'does not start' if refused else 'starts'} with --use-asynchzp")
-    for key in refused:
-        print(f"Refused: {key}: not supported; drop it, and shard over more ranks instead")
-    for key in (key for key in asked if key.startswith(_LOST)):
-        print(f"Switched off: {key}: nothing below 16 bits goes on the wire")
+    flags, lines = translate(config, file, ranks)
+    is_refused = any(line.startswith("Refused") for line in lines)
+    print(f"{file}: {'does not start' if is_refused else 'starts'} with --use-asynchzp")
+    print("".join(f"{line}\n" for line in lines), end="")
     print(f"Add to a Megatron command line: {' '.join(flags)}")
-    return int(bool(refused))
+    return int(is_refused)

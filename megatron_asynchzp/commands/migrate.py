@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     asked, words = parse_args(argv)
     cluster = load_cluster(asked.cluster) if asked.cluster else None
     if words[0].endswith(".json"):
-        return deepspeed.migrate(words[0])
+        return deepspeed.migrate(words[0], asked.ranks or (cluster and cluster.num_ranks))
     # Only now: what is wrong above is said without torch and Megatron.
     from megatron_asynchzp.commands import pretended_world, recipes, verdict
 

@@ -224,13 +224,14 @@ def _set_padded_vocabulary(args: Namespace) -> None:
 def _number(flags: list[str], flag: str, default: int = 1) -> int:
     """The last value of a flag, `default` where it is not given or not a number."""
     with contextlib.suppress(ValueError, IndexError):
-        return int(flags[len(flags) - flags[::-1].index(flag)])
+        return max(1, int(flags[len(flags) - flags[::-1].index(flag)]))
     return default
 
 
 def fewest_ranks(flags: list[str]) -> int:
     """The first of the usual worlds that the parallel sizes, the shard sizes and the batch divide,
     or the smallest world that the sizes allow."""
+    flags = [part for word in flags for part in word.split("=", 1)]  # --flag=value
     sizes = [_number(flags, f"--{kind}-parallel-size") for kind in ("tensor-model", "context")]
     dense, expert = sizes[0] * sizes[1], sizes[0]
     if "--expert-tensor-parallel-size" in flags:

@@ -8,9 +8,16 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_asynchzp.commands import pretended_world
+from megatron_asynchzp.commands.shell_script import (
+    ShellScript,
+    open_variables,
+    with_numbers,
+    without_comments,
+)
 from megatron_asynchzp.errors import ConfigurationError, require
 
 # Arguments that name files which are not here.
@@ -47,7 +54,7 @@ class Command:
             return int(found[-1]) if found else None
 
         per_node = number("nproc[-_]per[-_]node")
-        nodes = number("nnodes") if "--nnodes" in words else 1
+        nodes = number("nnodes") if re.search(r"--nnodes[= ][^\0]", words) else 1
         return (per_node * nodes if per_node and nodes else None), per_node
 
 
@@ -67,14 +74,22 @@ class Flags:
         position = 0
         while position < len(words):
             start = position
-            action = self._actions.get(words[start].partition("=")[0])
+            flag, equals, value = words[start].partition("=")
+            action = self._actions.get(flag)
             position += 1
-            if action is not None and action.nargs != 0 and "=" not in words[start]:
+            if action is not None and action.nargs is None and equals and value[:1] != "-":
+                yield action.dest, [flag, value]
+                continue
+            if action is not None and action.nargs != 0 and not equals:
                 rest = enumerate(words[position:], position)
                 stop = next((i for i, word in rest if word.startswith("--")), len(words))
                 is_list = action.nargs in ("+", "*", "?")
-                position = stop if is_list else position + int(action.nargs or 1)
+                position = stop if is_list else min(stop, position + int(action.nargs or 1))
             yield action.dest if action else "", list(words[start:position])
+
+    def known(self, words: Sequence[str]) -> list[str]:
+        """Those that are Megatron's flags, and their values."""
+        return [word for name, part in self._split(words) if name for word in part]
 
     def read(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         """Megatron's flags, with mock data in place of a dataset and a null tokenizer in place of
@@ -101,33 +116,53 @@ class Flags:
         unknown: list[str] = []
         for key, value in settings.items():
             name = str(key)
-            actions = [one for one in self._actions.values() if one.dest == name]
             if isinstance(value, Mapping):
                 inner, others = self.of_settings(value)
-                words, unknown = words + inner, unknown + others
-            elif name.startswith("--"):
-                words += _flag_with(name, value)
-            elif not actions:
-                unknown.append(name)
-            else:  # a switch has the value that it stores
-                is_switch = isinstance(value, bool)
-                fitting = [one for one in actions if (one.nargs == 0) == is_switch]
-                found = [one for one in fitting if not is_switch or one.const is value]
-                for action in found[:1]:
-                    words += _flag_with(action.option_strings[0], is_switch or value)
+            elif name.startswith("--") and name not in self._actions:
+                inner, others = [name, *_values(value)], []
+            else:
+                inner = self._of_setting(name, value)
+                others = [f"{name}: {value}" if self._named(name) else name] * (inner is None)
+            words += inner or []
+            unknown += others
         return words, unknown
 
+    def _named(self, name: str) -> list[argparse.Action]:
+        """By the name of an argument, or of a flag."""
+        own = [one for one in self._actions.values() if one.dest == name.replace("-", "_")]
+        flag = self._actions.get("--" + name.removeprefix("--").replace("_", "-"))
+        return own or ([flag] if flag else [])
 
-def _flag_with(flag: str, value: object) -> list[str]:
-    if value is False or value is None:
+    def _of_setting(self, name: str, value: object) -> list[str] | None:
+        """No words for a default; None where no flag takes the value."""
+        actions = self._named(name)
+        if value is None and actions:
+            return []
+        valued = [one.option_strings[0] for one in actions if one.nargs != 0]
+        if valued:
+            is_value = not isinstance(value, bool) and value != []
+            return [valued[0], *_values(value)] if is_value else None
+        is_on = _SWITCHES.get(str(value).lower())
+        if is_on is None or not actions:
+            return None
+        for one in actions:
+            if isinstance(one, argparse.BooleanOptionalAction):
+                return [one.option_strings[0 if is_on else -1]]
+            # By its name an argument has a value, by its name a flag is there or not.
+            if one.const is is_on if one.dest == name.replace("-", "_") else is_on:
+                return [one.option_strings[0]]
         return []
-    if value is True:
-        return [flag]
-    return [flag, *map(str, value if isinstance(value, list) else _values(str(value)))]
 
 
-def _values(text: str) -> list[str]:
+_SWITCHES = {"true": True, "1": True, "yes": True, "on": True}
+_SWITCHES |= {"false": False, "0": False, "no": False, "off": False}
+
+
+def _values(value: object) -> list[str]:
     """As the runner of Megatron's functional tests makes them: [a b] is two, (a b) one."""
+    if isinstance(value, list):
+        return [*map(str, value)]
+    text = str(value)
     if not text.startswith("("):
         with suppress(ValueError):  # quotes that do not match
             return shlex.split(text.strip("[]")) or [""]
@@ -147,45 +182,8 @@ def words_of_yaml(path: Path, flags: Flags) -> tuple[list[str], list[str]]:
     if not isinstance(recipe, dict) or recipe.get("MODE", "pretraining") != "pretraining":
         return [], []
     arguments = recipe.get("MODEL_ARGS", recipe)
-    return flags.of_settings(arguments) if isinstance(arguments, dict) else ([], [])
-
-
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)\s*$", re.MULTILINE)
-_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
-
-
-def words_of_script(path: Path) -> list[str]:
-    """Every word of a shell script, of each branch, with the variables that it sets to plain
-    values."""
-    text = path.read_text(errors="replace").replace("\\\n", " ")
-    known: dict[str, str] = {}
-    for name, value in _ASSIGNMENT.findall(text):
-        default = _VARIABLE.fullmatch(value.strip("\"'"))
-        if default and default[1] == name:  # what it has unless someone else sets it
-            value = default[2] or ""
-        known[name] = value.strip("\"'")
-
-    def value_of(found: re.Match[str]) -> str:
-        return known.get(found[1], (found[2] or "").strip("\"'") or found[0])
-
-    for _ in range(3):  # variables of variables
-        text = _VARIABLE.sub(value_of, text)
-    words: list[str] = []
-    for line in text.splitlines():
-        with suppress(ValueError):  # a text over several lines is no command line
-            words += shlex.split(line, comments=True)
-    parts = (word.split() if word.startswith("--") else [word] for word in words)
-    return [word.strip("()") for part in parts for word in part if word.strip("()")]
-
-
-def open_variables(words: Sequence[str]) -> list[str]:
-    """Of a script that does not set them."""
-    return sorted({word for word in words if _VARIABLE.fullmatch(word)})
-
-
-def with_numbers(words: Sequence[str]) -> list[str]:
-    """1 in place of open variables."""
-    return ["1" if _VARIABLE.fullmatch(word) else word for word in words]
+    words, unknown = flags.of_settings(arguments) if isinstance(arguments, dict) else ([], [])
+    return [re.sub(r"(\$\{\w+\}|\$\w+)", "\0\\1\0", word) for word in words], unknown
 
 
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
@@ -205,17 +203,17 @@ def read_command(words: Sequence[str], flags: Flags) -> Command:
     path = Path(words[0])
     if len(words) == 1 and (path.suffix in (".sh", ".yaml", ".yml") or path.is_file()):
         return _of_file(path, flags)
-    try:
-        parts = shlex.split(words[0].replace("\\\n", " ")) if len(words) == 1 else list(words)
-    except ValueError as error:
-        raise ConfigurationError(f"{words[0]}: {error}") from error
-    at = next((index for index, word in enumerate(parts) if word.endswith(".py")), -1)
-    if at < 0 and not (parts and parts[0].startswith("--")):
+    if len(words) == 1:
+        command = _of_shell(words[0], words[0], flags)
+    else:
+        launcher, script, rest = _at_script(words)
+        kept, others, assumed = flags.read(rest)
+        command = Command(launcher, script, [*kept, *others], assumed)
+    if not command.script and not words[0].startswith("--"):
         raise ConfigurationError(
             f"{words[0]}: no such file, and no training command: it names no script (.py)"
         )
-    kept, others, assumed = flags.read(parts[at + 1 :])
-    return Command(parts[: max(at, 0)], parts[at] if at >= 0 else "", [*kept, *others], assumed)
+    return command
 
 
 def _of_file(path: Path, flags: Flags) -> Command:
@@ -223,18 +221,72 @@ def _of_file(path: Path, flags: Flags) -> Command:
         raise ConfigurationError(f"{path}: no such file")
     if path.suffix in (".yaml", ".yml"):
         words, strange = words_of_yaml(path, flags)
+        command = _without_files([], "", words, strange, flags)
     elif path.suffix == ".sh":
-        words, strange = words_of_script(path), []
+        command = _of_shell(path.read_text(errors="replace"), str(path), flags)
     else:
         raise ConfigurationError(f"{path}: give a .sh, .yaml or .json file, or a command line")
-    kept, others, assumed = flags.read(with_numbers(words))
-    if not any(word.startswith("--") and word not in others for word in words):
+    if not command.flags:
         raise ConfigurationError(f"{path}: no flags of Megatron there")
-    if is_open := open_variables(words):
-        assumed.append(f"1 stands for what the script does not set: {', '.join(is_open)}")
-    of_torchrun = re.compile("--(n?nodes|nproc|node|rdzv|master|max.restarts|standalone)")
-    strange += [word for word in others if word[:2] == "--" and not of_torchrun.match(word)]
+    return command
+
+
+def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
+    """What stands before the script, its name, and what follows; where none is named, all words,
+    "", and all words."""
+    for place, word in enumerate(words):
+        if word.endswith(".py") and "=" not in word:
+            return words[:place], word, words[place + 1 :]
+    return words, "", words
+
+
+def _of_shell(text: str, name: str, flags: Flags) -> Command:
+    """All commands of the script that gets most of Megatron's flags as one, with those that name no
+    script."""
+    shell = ShellScript(text, name)
+    found = [_at_script(words) for words in shell.commands]
+    known = [flags.known(rest) for _, _, rest in found]
+    numbers = [(bool(script), len(own)) for (_, script, _), own in zip(found, known)]
+    script = found[numbers.index(max(numbers))][1] if found else ""
+    launcher, args, is_split, num_runs = list[str](), list[str](), list[str](), 0
+    for (before, own_script, rest), own in zip(found, known):
+        if own_script == script:
+            launcher, num_runs = [*launcher, *before], num_runs + bool(own)
+            args += rest
+        elif not own_script:
+            args += own
+            is_split += own[:1] if rest[0].startswith("--") else []
+    given = {word.partition("=")[0] for word in args}
+    in_text = {*re.findall(r"(?<![\w-])--[a-z][\w-]*", without_comments(text))}
+    unread = [flag for flag in in_text - given if flags.known([flag])]
+    lines = {
+        "not of the command for bash, which ends it before, and read all the same": is_split,
+        "set more than once, and read as set last": shell.set_twice,
+        "commands of the script, read as one": [str(num_runs)] if script and num_runs > 1 else [],
+        "in the text but not given to the script, and left out": unread,
+    }
+    told = [f"{title}: {', '.join(sorted(names))}" for title, names in lines.items() if names]
+    command = _without_files(launcher, script, args, [], flags)
+    return replace(command, assumed=[*command.assumed, *told])
+
+
+def _without_files(
+    launcher: Sequence[str], script: str, words: Sequence[str], strange: list[str], flags: Flags
+) -> Command:
+    """strange: what is no word and is left out. No flags where none is of Megatron."""
+    kept, others, assumed = flags.read(words)
+    if is_open := open_variables([*launcher, *words]):
+        assumed.append(f"nothing sets {', '.join(is_open)}: 1 stands for a value")
+    name = re.sub(r".*\0.*/", "", script).replace("\0", "")
+    others = [word for word in others if word.startswith("--") or not open_variables([word])]
+    if name != pretended_world.DEFAULT_SCRIPT and not Path(name).is_file():
+        # Its own parser is not here.
+        of_torchrun = re.compile("--(n?nodes|nproc|node|rdzv|master|max.restarts|standalone)")
+        strange += [word for word in others if word[:2] == "--" and not of_torchrun.match(word)]
+        others = []
     if strange:
-        assumed.append(f"not of Megatron, and left out: {', '.join(dict.fromkeys(strange))}")
-    scripts = (word for word in words if word.endswith(".py") and "=" not in word)
-    return Command(with_numbers(words), next(scripts, ""), kept, assumed)
+        named = ", ".join(dict.fromkeys(strange))
+        assumed.append(f"no flag or value of Megatron, and left out: {named}")
+    if not flags.known(words):
+        kept = others = []
+    return Command(launcher, name, with_numbers([*kept, *others]), assumed)

@@ -18,12 +18,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_asynchzp.commands import verdict as of_start
 from megatron_asynchzp.commands.pretended_world import DEFAULT_SCRIPT, fewest_ranks, patch_megatron
-from megatron_asynchzp.commands.recipes import Flags, with_numbers, words_of_script, words_of_yaml
+from megatron_asynchzp.commands.recipes import Flags, read_command
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.machine import machine_record
 
@@ -124,9 +125,9 @@ def find_cases(places: list[Path]) -> Iterator[Case]:
 def _below(folder: Path) -> Iterator[Case]:
     flags = Flags()
     for path in sorted((*folder.rglob("model_config.yaml"), *folder.rglob("*.sh"))):
-        is_yaml = path.suffix == ".yaml"
-        words = words_of_yaml(path, flags)[0] if is_yaml else words_of_script(path)
-        found, _, _ = flags.read(with_numbers(words))
+        found = list[str]()
+        with suppress(ConfigurationError):  # nothing there trains
+            found, _, _ = flags.read(read_command([str(path)], flags).flags)
         if {"--train-iters", "--train-samples"} & set(found):
             yield Case(path, [*found, *(_WRITER if "--async-save" in found else [])])
 

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_asynchzp.commands import deepspeed, migrate, validation
 from megatron_asynchzp.errors import ConfigurationError
+from tests.commands.test_shell_script import words_of_bash
 from tests.support.command_server import Ended, RunCommand, serving
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +62,7 @@ def run() -> Iterator[RunCommand]:
 def start() -> Iterator[Callable[[str], Ended]]:
     """What `asynchzp launch` checks before it starts 4 ranks, of flags beside MODEL."""
     with serving(validation.main) as checked:
-        yield lambda more: checked("4", "4", SCRIPT, *MODEL.split(), *more.split())
+        yield lambda more: checked("4", "4", SCRIPT, *MODEL.split(), *shlex.split(more))
 
 
 def launch_words(flags: str, ranks: int = 4) -> list[str]:
@@ -186,9 +188,90 @@ def test_a_recipe_a_script_and_a_command_in_one_word_are_read_alike(run, tmp_pat
         assert (status, err) == (0, ""), out
         told.append([line for line in out.splitlines() if line.startswith(("Model", "yours"))])
     assert told == told[:1] * 5
-    assert "not of Megatron, and left out: entity" in run(f"{tmp_path}/settings.yaml").out
+    assert (
+        "no flag or value of Megatron, and left out: entity" in run(f"{tmp_path}/settings.yaml").out
+    )
     out = run(f"{tmp_path}/train.sh").out
     assert "$SAVES" in out and "on 8 ranks" in out
+
+
+RUN = f"torchrun --nproc_per_node 4 {SCRIPT}"
+# As launchers of Megatron-LM and Megatron Bridge, and what users report, have theirs: "no" for what
+# does not start.
+SCRIPTS = {
+    "arrays": f"A=({MODEL}\n --qk-clip # no\n)\nA+=(--use-distributed-optimizer)\n"
+    f'{RUN} "${{A[@]}}"',
+    "text of one line": f'A="{MODEL} --optimizer-cpu-offload"\n{RUN} $A  # no',
+    "text of many lines": f'A="\n  {MODEL} \\\n --use-distributed-optimizer \\\n"\n{RUN} ${{A}}',
+    "command in a text": f'A="{MODEL} --qk-clip"\nB="{RUN} $A"  # no\nsrun -l bash -c "$B"',
+    "eval": f'A="{MODEL}"\neval "{RUN} $A --optimizer-cpu-offload"  # no',
+    "exec": f"export TP=${{TP:-4}} PP=3\nexec {RUN} {MODEL} --tensor-model-parallel-size=$TP",
+    "function": f'train() {{\n  local A="{MODEL}"\n  {RUN} $A --global-batch-size=$((3 * 3))\n}}'
+    "\ntrain  # no",
+    "default": f"{RUN} {MODEL} ${{MORE:---qk-clip}}  # no",
+    "heredoc": f"cat >x.sh <<EOF\n{RUN} {MODEL} --qk-clip\nEOF\n{RUN} {MODEL}",
+    "one word of two": f'A="--seed 2"\n{RUN} {MODEL} "$A"  # no',
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_its_verdict_on_a_script_is_what_a_start_of_its_words_says(run, start, name, tmp_path):
+    words = words_of_bash(SCRIPTS[name], tmp_path)
+    (tmp_path / "train.sh").write_text(SCRIPTS[name])
+    status, out, err = run(str(tmp_path / "train.sh"))
+    checked = start(shlex.join([*words[words.index(SCRIPT) + 1 :], "--use-asynchzp"]))
+    assert (status == 0) == (checked.status == 0) == ("# no" not in SCRIPTS[name]), out
+    assert err == "" and f"{SCRIPT} on 4 ranks, 4 a node: " in out
+    if checked.status:
+        assert checked.err.strip().removeprefix("megatron_asynchzp: ") in refused(out)
+
+
+def assumed(out: str) -> str:
+    return "\n".join(line for line in out.splitlines() if line.startswith("- "))
+
+
+def test_what_a_script_has_and_its_command_does_not_get_is_named(run, tmp_path):
+    text = f"""
+    TP=1; [ x ] && TP=2
+    EXTRA=(--swiglu)
+    python tools/preprocess_data.py --vocab-file x
+    {RUN} {MODEL} --seed $SEED --lr-decay-iters=$((N * 2)) \\
+      # --qk-clip \\
+      --untie-embeddings-and-output-weights
+    """
+    (tmp_path / "train.sh").write_text(text)
+    status, out, _ = run(str(tmp_path / "train.sh"))
+    assert status == 0 and "Refused" not in out
+    told = assumed(out)
+    assert "nothing sets $((N * 2)), $SEED: 1 stands for a value" in told
+    assert "not given to the script, and left out: --swiglu, --vocab-file" in told
+    assert "for bash, which ends it before, and read all the same: --untie-emb" in told
+    assert "read as set last: TP" in told and "qk-clip" not in told
+
+
+def test_settings_in_yaml_are_switches_in_any_spelling_and_the_rest_is_named(run, tmp_path):
+    lines = ["lr: 1e-3", "micro_batch_size: 1", "max_position_embeddings: 32", "num_layers: 2"]
+    lines += ["hidden-size: 64", "num_attention_heads: 4", "seq_length: 32", "swiglu: 'False'"]
+    path = tmp_path / "settings.yaml"
+    for switch in ("optimizer_cpu_offload: 1", "optimizer_cpu_offload: 'True'", "qk-clip: on"):
+        path.write_text("\n".join([*lines, switch, "bf16: 'true'", "add_bias_linear: 0"]))
+        status, out, _ = run(str(path))
+        flag = "--" + switch.partition(":")[0].replace("_", "-")
+        assert status == 1 and refused(out)[0].startswith(flag) and "left out" not in out
+    odd = ["bf16: maybe", "recompute_granularity: false", "disable_bias_linear: yes", "mine: 3"]
+    path.write_text("\n".join([*lines, *odd, "--tensor-model-parallel-size: $TP"]))
+    status, out, _ = run(str(path))
+    told = assumed(out)
+    assert "left out: bf16: maybe, recompute_granularity: False, mine" in told
+    assert "nothing sets $TP" in told
+
+
+def test_the_number_of_ranks_is_the_same_for_flags_in_one_word_and_in_two(run):
+    heads = []
+    for between in (" ", "="):
+        flags = f"--tensor-model-parallel-size{between}4 --pipeline-model-parallel-size{between}4"
+        heads.append(run("--", SCRIPT, *MODEL.split(), *flags.split()).out.splitlines()[0])
+    assert "on 16 ranks" in heads[0] and heads == heads[:1] * 2
 
 
 @pytest.mark.parametrize(
@@ -222,8 +305,9 @@ def test_what_is_no_training_command_is_one_line_and_status_2(run, words, line):
     ],
 )  # fmt: skip
 def test_deepspeeds_json_becomes_sizes(zero, sizes):
-    flags = deepspeed.flags_of({"zero_optimization": zero, "bf16": {"enabled": True}}, "ds.json")
-    assert " ".join(flags[2:7:2]) == sizes and flags[7:] == ["--bf16"]
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    flags, _ = deepspeed.translate(config, "ds.json")
+    assert " ".join(flags[2:7:2]) == sizes and flags[7:] == ["--bf16", "--clip-grad", "0.0"]
 
 
 def test_deepspeeds_json_names_what_is_refused_switched_off_and_wrong(run, tmp_path):
@@ -236,12 +320,51 @@ def test_deepspeeds_json_names_what_is_refused_switched_off_and_wrong(run, tmp_p
     path.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 1.0}))
     status, out, _ = run(str(path))
     assert status == migrate.EXIT_REFUSED and "offload_optimizer: not supported" in out
-    assert "zero_quantized_weights: nothing below 16 bits" in out and "--clip-grad 1.0" in out
+    assert (
+        "zero_quantized_weights: weights are gathered in 16 bits" in out
+        and "--clip-grad 1.0" in out
+    )
     for stage in (4, "3", True, None):
         with pytest.raises(ConfigurationError, match=r"^ds.json: zero_optimization\.stage: "):
-            deepspeed.flags_of({"zero_optimization": {"stage": stage}}, "ds.json")
+            deepspeed.translate({"zero_optimization": {"stage": stage}}, "ds.json")
     with pytest.raises(ConfigurationError, match="mics_shard_size: not a number of ranks"):
-        deepspeed.flags_of({"zero_optimization": {"stage": 3, "mics_shard_size": "8"}}, "ds.json")
+        deepspeed.translate({"zero_optimization": {"stage": 3, "mics_shard_size": "8"}}, "ds.json")
+
+
+MICRO = {"train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.mark.parametrize(
+    "config, ranks, expected",
+    [
+        (MICRO | {"gradient_accumulation_steps": 8}, 16, "-size 4 --global-batch-size 512 "),
+        (MICRO | {"gradient_accumulation_steps": 8}, None, "it is 4 x 8 x the data-parallel ranks"),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, "--micro-batch-size 4 "),
+        ({"train_batch_size": 64}, None, "64 = micro-batch x 1 x the data-parallel ranks"),
+        (MICRO | {"train_batch_size": 33}, 8, "Refused: train_batch_size: 33 is not 4 x 1 x"),
+        (MICRO, None, "--micro-batch-size 4 --clip-grad 0.0"),
+        (MICRO | {"gradient_clipping": "auto"}, None, 'Not translated: gradient_clipping "auto"'),
+        (MICRO | {"bf16": {"enabled": "auto"}}, None, 'Not translated: bf16.enabled "auto"'),
+        (MICRO | {"optimizer": {"type": "OneBitAdam"}}, None, 'optimizer.type "OneBitAdam"'),
+        (MICRO | {"amp": {"enabled": True, "opt": 1}}, None, "amp.enabled true, amp.opt 1"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, 1, "Refused: bf16 and fp16"),
+        ({"zero_optimization": {"offload_param": {"device": "none", "pin": True}}}, 1, "no line"),
+        ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, 1, "no line"),
+        ({"zero_optimization": {"cpu_offload": False}, "fp16": {"enabled": False}}, 1, "no line"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 1, "Refused: offload_param"),
+        ({"zero_optimization": {"stage": 1, "mics_shard_size": 8}}, 1, "mics_shard_size 8"),
+    ],
+)  # fmt: skip
+def test_every_key_of_deepspeeds_json_becomes_a_flag_or_a_line(config, ranks, expected):
+    flags, lines = deepspeed.translate(config, "ds.json", ranks)
+    assert expected in "\n".join([*lines, " ".join(flags), "" if lines else "no line"])
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping", *MICRO])
+@pytest.mark.parametrize("value", [True, -1, "8"])
+def test_a_number_of_deepspeeds_json_that_is_none_is_refused(key, value):
+    with pytest.raises(ConfigurationError, match=f"^ds.json: {key}: not a number of at least "):
+        deepspeed.translate({key: value}, "ds.json")
 
 
 @pytest.mark.slow

@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which words the commands of a shell script get. Nothing of it is run; the grammar is that of
+bash (its manual, "Shell Operation")."""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+
+from megatron_asynchzp.errors import ConfigurationError
+
+# What nothing in the text sets stands in a word between two of these.
+_OPEN = re.compile("\0([^\0]*)\0")
+
+_NESTED = (
+    r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|"
+    r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+)
+_EXPANSION = rf"{_NESTED}|\$(?:[A-Za-z_]\w*|[\d@*#?$!-])"
+_DOUBLE = rf'\$?"(?:\\.|\0[^\0]*\0|{_NESTED}|[^"\\\0])*+"'
+_QUOTED = rf"\\.|\0[^\0]*\0|\$?'[^']*'|{_DOUBLE}"
+# A "#" within a word is no comment.
+_WORD = rf"(?:{_QUOTED}|{_EXPANSION}|(?<![\s(])#|[^\s\\\0'\"`;&|<>()#])"
+_ARRAY = rf"[A-Za-z_]\w*\+?=\((?:(?<=[\s(])#[^\n]*|\s|{_WORD})*+\)"
+_TOKENS = re.compile(
+    rf"(?:\\\n|[ \t])+|#[^\n]*|(?:\d+|&)?[<>]{{1,3}}[&|]?[ \t]*{_WORD}*+|"
+    rf"(?P<word>{_ARRAY}|{_WORD}++)|(?P<end>.)",
+    re.DOTALL,
+)
+_PIECES = re.compile(rf"{_QUOTED}|{_EXPANSION}|.", re.DOTALL)
+_PIECES_IN_QUOTES = re.compile(rf"\\.|\0[^\0]*\0|{_EXPANSION}|.", re.DOTALL)
+_HEREDOC = re.compile(
+    r"(?<!<)<<-?[ \t]*[\\'\"]?(\w+)['\"]?([^\n]*\n)((?:[^\n]*\n)*?)[ \t]*\1[ \t]*(?=\n|\Z)"
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+# Words that a command may stand behind, with their options.
+_BEFORE = re.compile(
+    r"if|then|elif|else|do|while|until|\{|!|time|exec|eval|command|builtin|export|local|declare|"
+    r"readonly|typeset|-\w+"
+)
+_PARAMETER = re.compile(r"(\w+|[@*])(?:\[([@*]|\d+)\])?(?:(:?)([-=+?])(.*))?", re.DOTALL)
+_ARITHMETIC = re.compile(r"[\d\s()+*/%-]+")
+_SPACE = re.compile("(\0[^\0]*\0)|\\s+")
+_COMMAND_IN_QUOTES = re.compile(r"[^-\s].*\.py\b.*\s--\w", re.DOTALL)
+
+
+def open_variables(words: list[str]) -> list[str]:
+    """What the words need and nothing in the text sets, as it stands there."""
+    return sorted({name for word in words for name in _OPEN.findall(word)})
+
+
+def with_numbers(words: list[str]) -> list[str]:
+    """1 in place of what is open."""
+    return [_OPEN.sub("1", word) for word in words]
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"(^|\s)#.*", r"\1", text)
+
+
+class ShellScript:
+    """Reads each command of each branch once, in the order of the text.
+
+    commands: their words. set_twice: variables of which the last of several values is read.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        """name: of the text. Raises ConfigurationError, one line, for a quote that has no end."""
+        self.commands: list[list[str]] = []
+        self.set_twice: dict[str, None] = {}
+        self._known: dict[str, str | list[str]] = {}
+        self._name = name
+        self._read(_HEREDOC.sub(r"\2", text))
+        if not any(word.startswith("--") for words in self.commands for word in words):
+            # It writes the script that trains.
+            self._read(_HEREDOC.sub(lambda one: one[2] + one[3].replace("\\$", "$"), text))
+
+    def _read(self, text: str) -> None:
+        words: list[str] = []
+        for token in _TOKENS.finditer(text + "\n"):
+            if token["word"]:
+                words.append(token["word"])
+            elif token["end"] in ("'", '"', "`"):
+                line = text[text.rfind("\n", 0, token.start()) + 1 :].partition("\n")[0]
+                raise ConfigurationError(f"{self._name}: a quote that has no end: {line.strip()}")
+            elif token["end"]:
+                self._take(words)
+                words = []
+
+    def _take(self, raw: list[str]) -> None:
+        """One command."""
+        place = 0
+        while place < len(raw):
+            if found := _ASSIGNMENT.fullmatch(raw[place]):
+                self._assign(*found.groups())
+            elif not _BEFORE.fullmatch(raw[place]):
+                break
+            place += 1
+        words = [word for one in raw[place:] for word in self._words(one)]
+        if not words or words[0] in ("echo", "printf"):
+            return
+        kept = [word for word in words if not _COMMAND_IN_QUOTES.match(word.strip())]
+        self.commands += [kept] if kept else []
+        for word in words if len(kept) < len(words) else ():  # bash -c "...", ssh HOST "..."
+            if word not in kept:
+                self._read(word)
+
+    def _assign(self, name: str, more: str, raw: str) -> None:
+        if raw.startswith("("):
+            found = [token["word"] for token in _TOKENS.finditer(raw[1:-1])]
+            value = [word for one in found if one for word in self._words(one)]
+        else:
+            value = self._text(raw).replace("\1", " ").replace("\2", "")
+        before = self._known.get(name)
+        if more and isinstance(before, type(value)):
+            value = before + value
+        elif before and before != value and not re.search(rf"\$\{{?{name}\b", raw):
+            self.set_twice[name] = None
+        self._known[name] = value
+
+    def _words(self, raw: str) -> list[str]:
+        """After expansion and splitting. Within, \\1 stands between words, \\2 for quotes."""
+        return [word.replace("\2", "") for word in self._text(raw).split("\1") if word]
+
+    def _text(self, raw: str) -> str:
+        return "".join(map(self._piece, _PIECES.findall(raw)))
+
+    def _piece(self, piece: str) -> str:
+        if piece[0] == "\\":
+            return piece[1:].replace("\n", "")
+        if piece.endswith("'") and len(piece) > 1:
+            return "\2" + piece.lstrip("$")[1:-1]
+        if piece.endswith('"') and len(piece) > 1:
+            return "\2" + self._in_quotes(piece.lstrip("$")[1:-1])
+        value = self._value(piece, self._text) if piece[0] in "$`" else piece
+        return _SPACE.sub(lambda found: found[1] or "\1", value)
+
+    def _in_quotes(self, raw: str) -> str:
+        found = ""
+        for piece in _PIECES_IN_QUOTES.findall(raw):
+            if piece[0] == "\\" and len(piece) > 1:
+                found += piece[1:].replace("\n", "") if piece[1] in '$`"\\\n' else piece
+            else:
+                found += self._value(piece, self._in_quotes) if piece[0] in "$`" else piece
+        return found
+
+    def _value(self, piece: str, text_of: Callable[[str], str]) -> str:
+        """Of an expansion. text_of: reads its default."""
+        is_open = "\0{}\0".format(re.sub(r"\s+", " ", piece))
+        if piece.startswith("$(("):
+            return self._number(piece[3:-2]) or is_open
+        parameter = _PARAMETER.fullmatch(piece[2:-1] if piece[1:2] == "{" else piece[1:])
+        if parameter is None:
+            return is_open if len(piece) > 1 else piece
+        name, index, _, operator, default = parameter.groups()
+        value = self._known.get(name)
+        if isinstance(value, list):
+            if index in ("@", "*"):
+                between = " " if index == "*" and text_of == self._in_quotes else "\1"
+                value = between.join(f"\2{one}" for one in value)
+            else:
+                value = dict(enumerate(value)).get(int(index or 0))
+        if operator == "+":
+            return text_of(default) if value else ""
+        if operator in ("-", "=") and (value is None or (parameter[3] and not value)):
+            value = text_of(default)
+            if operator == "=":
+                self._known[name] = value.replace("\1", " ").replace("\2", "")
+        return is_open if value is None else value
+
+    def _number(self, raw: str) -> str:
+        """Of $((...)); "" where a part is open."""
+
+        def known(found: re.Match[str]) -> str:
+            value = self._known.get(found[0])
+            return value if isinstance(value, str) else found[0]
+
+        text = re.sub(r"\b[A-Za-z_]\w*", known, self._in_quotes(raw))
+        with suppress(ArithmeticError, SyntaxError, TypeError):
+            if _ARITHMETIC.fullmatch(text) and "**" not in text:
+                return str(eval(text.replace("/", "//")))
+        return ""
