@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     if found.args is not None:
         try:
             _print_shardings(found, command.flags, ranks, per_node, cluster)
-        except ConfigurationError as error:  # a layer of which the planner has no formula
+        except (ConfigurationError, ValueError) as error:  # of which the planner has no formula
             print(f"Bytes are not known: {error}")
     return status
 

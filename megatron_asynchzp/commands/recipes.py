@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_asynchzp.commands import pretended_world
-from megatron_asynchzp.commands.shell_script import (
-    ShellScript,
-    open_variables,
-    with_numbers,
-    without_comments,
-)
+from megatron_asynchzp.commands.shell_script import ShellScript, open_variables, with_numbers
 from megatron_asynchzp.errors import ConfigurationError, require
 
 # Arguments that name files which are not here.
@@ -66,7 +61,8 @@ class Flags:
 
         parser = argparse.ArgumentParser(allow_abbrev=False)
         getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(parser)
-        self._actions = {flag: one for one in parser._actions for flag in one.option_strings}
+        actions = (one for one in parser._actions if one.dest != "help")
+        self._actions = {flag: one for one in actions for flag in one.option_strings}
 
     def _split(self, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         """Each flag of Megatron with its values, after the name of its argument; other words one by
@@ -250,14 +246,14 @@ def _of_shell(text: str, name: str, flags: Flags) -> Command:
     script = found[numbers.index(max(numbers))][1] if found else ""
     launcher, args, is_split, num_runs = list[str](), list[str](), list[str](), 0
     for (before, own_script, rest), own in zip(found, known):
-        if own_script == script:
+        if own_script == script and (own or not max(numbers)[1]):
             launcher, num_runs = [*launcher, *before], num_runs + bool(own)
             args += rest
         elif not own_script:
             args += own
             is_split += own[:1] if rest[0].startswith("--") else []
     given = {word.partition("=")[0] for word in args}
-    in_text = {*re.findall(r"(?<![\w-])--[a-z][\w-]*", without_comments(text))}
+    in_text = {*re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"(^|\s)#.*", "", text))}
     unread = [flag for flag in in_text - given if flags.known([flag])]
     lines = {
         "not of the command for bash, which ends it before, and read all the same": is_split,

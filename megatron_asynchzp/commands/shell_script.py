@@ -54,10 +54,6 @@ def with_numbers(words: list[str]) -> list[str]:
     return [_OPEN.sub("1", word) for word in words]
 
 
-def without_comments(text: str) -> str:
-    return re.sub(r"(^|\s)#.*", r"\1", text)
-
-
 class ShellScript:
     """Reads each command of each branch once, in the order of the text.
 
@@ -76,7 +72,7 @@ class ShellScript:
             self._read(_HEREDOC.sub(lambda one: one[2] + one[3].replace("\\$", "$"), text))
 
     def _read(self, text: str) -> None:
-        words: list[str] = []
+        words, depth, start = list[str](), 0, len(self.commands)
         for token in _TOKENS.finditer(text + "\n"):
             if token["word"]:
                 words.append(token["word"])
@@ -84,7 +80,12 @@ class ShellScript:
                 line = text[text.rfind("\n", 0, token.start()) + 1 :].partition("\n")[0]
                 raise ConfigurationError(f"{self._name}: a quote that has no end: {line.strip()}")
             elif token["end"]:
-                self._take(words)
+                if token["end"] == ")" and not depth:  # a pattern of a case
+                    del self.commands[start:]
+                else:
+                    self._take(words)
+                depth = max(0, depth + {"(": 1, ")": -1}.get(token["end"], 0))
+                start = len(self.commands) if token["end"] in "\n;" else start
                 words = []
 
     def _take(self, raw: list[str]) -> None:
@@ -140,13 +141,15 @@ class ShellScript:
         for piece in _PIECES_IN_QUOTES.findall(raw):
             if piece[0] == "\\" and len(piece) > 1:
                 found += piece[1:].replace("\n", "") if piece[1] in '$`"\\\n' else piece
-            else:
+            elif piece != '"':  # which only a default has there
                 found += self._value(piece, self._in_quotes) if piece[0] in "$`" else piece
         return found
 
     def _value(self, piece: str, text_of: Callable[[str], str]) -> str:
         """Of an expansion. text_of: reads its default."""
         is_open = "\0{}\0".format(re.sub(r"\s+", " ", piece))
+        if re.match(r"(`|\$\()\s*#", piece):  # a comment within a command
+            return ""
         if piece.startswith("$(("):
             return self._number(piece[3:-2]) or is_open
         parameter = _PARAMETER.fullmatch(piece[2:-1] if piece[1:2] == "{" else piece[1:])

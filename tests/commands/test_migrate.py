@@ -234,9 +234,10 @@ def test_what_a_script_has_and_its_command_does_not_get_is_named(run, tmp_path):
     text = f"""
     TP=1; [ x ] && TP=2
     EXTRA=(--swiglu)
+    [ -f {SCRIPT} ] || exit; case $1 in --bf16|--fp16) shift ;; --qk-clip) shift ;; esac
     python tools/preprocess_data.py --vocab-file x
     {RUN} {MODEL} --seed $SEED --lr-decay-iters=$((N * 2)) \\
-      # --qk-clip \\
+      # --log-params-norm \\
       --untie-embeddings-and-output-weights
     """
     (tmp_path / "train.sh").write_text(text)
@@ -244,9 +245,11 @@ def test_what_a_script_has_and_its_command_does_not_get_is_named(run, tmp_path):
     assert status == 0 and "Refused" not in out
     told = assumed(out)
     assert "nothing sets $((N * 2)), $SEED: 1 stands for a value" in told
-    assert "not given to the script, and left out: --swiglu, --vocab-file" in told
+    assert (
+        "not given to the script, and left out: --fp16, --qk-clip, --swiglu, --vocab-file" in told
+    )
     assert "for bash, which ends it before, and read all the same: --untie-emb" in told
-    assert "read as set last: TP" in told and "qk-clip" not in told
+    assert "read as set last: TP" in told and "params-norm" not in told
 
 
 def test_settings_in_yaml_are_switches_in_any_spelling_and_the_rest_is_named(run, tmp_path):

@@ -51,7 +51,8 @@ SCRIPTS = {
         A=1
         # torchrun b.py --fp16 \\
         torchrun a.py --bf16 --tag a#b --url http://x/#y "$A"# \\
-          --lr 1 # --seed 2 \\
+          `# --seed 1` --last $(# a comment
+          ) --lr 1 # --seed 2 \\
         # it's the end
         """,
     "defaults": """
@@ -59,6 +60,7 @@ SCRIPTS = {
         LR=${LR:-${BASE:-1e-3}}
         EMPTY=
         torchrun a.py --tp ${TP} --pp $PP --lr=$LR ${E-x} ${EMPTY-y} ${EMPTY:-z w} "${U:-a b}" \\
+           "${U:-"c d"}" \\
            ${MORE:---cuda-graph-impl local} ${TP:+--set} ${U:+--unset} ${U+--unset}
         """,
     "numbers": """
@@ -82,20 +84,30 @@ SCRIPTS = {
         CMD="torchrun $DIR/a.py --bf16 --name \\"a b\\""
         srun -l --ntasks=4 bash -c "$CMD --seed 1"
         eval "$CMD --lr 1"
+        eval torchrun a.py --eval; (exec torchrun a.py --exec)
         A=1 exec bash -c 'torchrun a.py --seed '"$DIR"' --last'
         """,
     "functions and branches": """
         train() {
-            local FLAGS=(--bf16 --lr 1e-3)
+            local FLAGS=(--bf16 --lr 1e-3)  # read here, run below
             torchrun a.py "${FLAGS[@]}"
         }
         if [[ -n "a" && "a" == "a" ]]; then declare -a X=(--on); fi
         case x in x) Y=1 ;; esac
-        train; torchrun a.py ${X[*]} "${X[*]} b" $Y
+        train; for option in --bf16 --x; do
+            case $option in
+                torchrun|-h) exit ;;
+                --bf16|--fp16) torchrun a.py --in-case ;;
+            esac
+        done
+        torchrun a.py ${X[*]} "${X[*]} b" $Y
         """,
     "odd quotes": r"""
         torchrun a.py --pattern 'M*-' --json '{"a": [1, 2]}' --escaped a\ b \$HOME "\$X" "a\b"
         torchrun "--name" 'it'"'"'s' --glue"d"=1 "a 'b' c" "" ''
+        torchrun "a\
+        b" --gl\
+ue 'c\d'
         """,
 }
 
