@@ -64,7 +64,7 @@ def test_scripts_and_functional_tests_become_command_lines_without_files(tmp_pat
     assert not {"--swiglu", "--data-path", "--vocab-file"} & set(listed.flags)
     line = " ".join(script.flags)
     assert "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32" in line
-    assert "--lr 1e-3 --bf16 --save 1 --mock-data" in line and "nproc" not in line
+    assert "--lr 1e-3 --bf16 --save 1" in line and "nproc" not in line
 
 
 @pytest.mark.slow
