@@ -178,13 +178,15 @@ def _parse(
 ) -> tuple[Namespace, list[str]]:
     patch_megatron()
     world = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
-    world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    # A script that would meet others ends, instead of waiting for them.
+    kept = {name: it for name, it in os.environ.items() if not name.startswith("MASTER_")}
     is_cpu = platform.is_cpu_asked(argv)
     with (
-        mock.patch.dict(os.environ, world),
+        mock.patch.dict(os.environ, kept | world, clear=True),
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
         mock.patch("megatron_asynchzp.mcore.startup.choose_platform", lambda _: None),
+        mock.patch("megatron_asynchzp.mcore.patches.arguments.refuse_no_rank", lambda: None),
         contextlib.nullcontext() if torch.cuda.is_available() else _answers_of_a_gpu(),
         _silence() as printed,
     ):

@@ -114,7 +114,7 @@ class ShellScript:
             value = self._text(raw).replace("\1", " ").replace("\2", "")
         before = self._known.get(name)
         if more and isinstance(before, type(value)):
-            value = before + value
+            value = before + value  # pyright: ignore[reportOperatorIssue]
         elif before and before != value and not re.search(rf"\$\{{?{name}\b", raw):
             self.set_twice[name] = None
         self._known[name] = value

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -154,6 +154,12 @@ def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
     return optimizer
 
 
+def _is_compiled_with_graphs(one: Any) -> bool:
+    options_of = getattr(one, "get_compiler_config", None)  # torch.compile's mark
+    options: Any = options_of() if callable(options_of) else None
+    return isinstance(options, dict) and bool(cast(Any, options).get("triton.cudagraphs"))
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Raise ConfigurationError where a parameter of `model` is sharded already, or replicated, or
     a captured graph reads it where it lies now."""
@@ -165,13 +171,7 @@ def refuse_sharded(model: nn.Module) -> None:
                 "module in it, before it is wrapped"
             )
         for one in [module, *tree_leaves([*vars(module).values()])]:
-            compiled_for = getattr(one, "get_compiler_config", None)  # torch.compile's mark
-            is_other = isinstance(one, nn.Module) and one is not module
-            if (
-                callable(compiled_for)
-                and not is_other
-                and (compiled_for() or {}).get("triton.cudagraphs")
-            ):
+            if (one is module or not isinstance(one, nn.Module)) and _is_compiled_with_graphs(one):
                 raise ConfigurationError(
                     f"{path or 'the model'} is compiled with CUDA graphs (mode "
                     '"reduce-overhead" or "max-autotune"), which read parameters where they lie '

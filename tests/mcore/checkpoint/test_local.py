@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.checkpoint_files.local_files import Place, adopt, lacking
+from megatron_asynchzp.checkpoint_files.local_files import NodeFolder, adopt, lacking
 from megatron_asynchzp.checkpoint_files.peers import Alone
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.local import find_local, keepers_of
@@ -332,7 +332,7 @@ def test_copies_of_a_shard_are_kept_by_ranks_that_lie_a_jump_apart(jump, factor)
 def test_what_a_rank_kept_elsewhere_on_its_node_is_adopted_by_the_one_in_its_place(tmp_path):
     for rank, owner in ((0, 0), (0, 2), (1, 1), (1, 3)):
         write(tmp_path, rank, 4, owner, {})
-    places = [Place(tmp_path / str(rank), rank, 2, 2) for rank in (2, 3)]
+    places = [NodeFolder(tmp_path / str(rank), rank, 2, 2) for rank in (2, 3)]
     for place in places:
         adopt(place, [True, True, False, False])  # on storage that nodes share, ranks 0 and 1 do
     assert not any(place.files() for place in places)

@@ -53,8 +53,8 @@ MUTANTS = [
         "hooks-of-others-see-nothing",
         "what is no view of a unit goes to the hooks of others",
         "zero/saved_views.py",
-        "return _Theirs(self.theirs[0](tensor))",
-        "return self.views.pack(tensor)",
+        "if self.theirs is None else _Theirs(self.theirs[0](tensor))",
+        "",
         (
             "tests/test_model_habits.py::"
             "test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name"
@@ -75,8 +75,8 @@ MUTANTS = [
         "tied-weights-reduced-early",
         "the gradient of a weight that two modules use is complete when it is reduced",
         "zero/autograd.py",
-        "if unit not in self._reduce_last:",
-        "if True:",
+        "is_reduced = unit not in self._reduce_last",
+        "is_reduced = True",
         (
             "tests/zero/test_traffic.py::"
             "test_a_weight_that_two_modules_use_is_reduced_once_for_each_micro_batch"
