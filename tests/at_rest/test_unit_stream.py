@@ -160,8 +160,8 @@ def count_memory(
     bound = bound if sizes[0] > 1 else 0
     # A bit per element of two units; indices and values of one tensor, and what finds them.
     more = sum(nbytes[-2:]) // 16 + 16 * largest
-    # Fingerprints are taken of so many words at once, and keep a weight for each.
-    fingerprints = 2 * 8 * 2**14
+    # Fingerprints are taken of 2^14 words at once: these, their products and weights, 8 bytes each.
+    fingerprints = 4 * 8 * 2**14
     for streams, limit in (
         (lambda: sharded.stream_weights(receivers=receivers), bound),
         (lambda: sharded.stream_changes("start", receivers=receivers), bound + more),
