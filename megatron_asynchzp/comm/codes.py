@@ -7,6 +7,7 @@ the grid of those layers, so that nothing is lost.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -149,10 +150,7 @@ class CodedGather:
             late = message[ahead:].clone() if ahead < self._numel else message[self._numel :]
             ahead = min(ahead, self._numel)
             for index, part in self._coded[place]:
-                for some in [
-                    *_pieces(slice(part.start, min(part.stop, ahead))),
-                    *_pieces(slice(max(part.start, ahead), part.stop)),
-                ]:
+                for some in _pieces(part, ahead):
                     is_late, length = some.start >= ahead, some.stop - some.start
                     codes = late[some.start - ahead :] if is_late else message[some.start :]
                     values = codes[:length].view(CODE).to(full.dtype)
@@ -162,9 +160,10 @@ class CodedGather:
                 target[back].copy_(rest[source])
 
 
-def _pieces(part: slice) -> list[slice]:
-    starts = range(part.start, part.stop, _MOST_AT_ONCE)
-    return [slice(start, min(start + _MOST_AT_ONCE, part.stop)) for start in starts]
+def _pieces(part: slice, cut: int = 0) -> list[slice]:
+    """None is of more than _MOST_AT_ONCE elements, or goes over `cut`."""
+    starts = {*range(part.start, part.stop, _MOST_AT_ONCE)} | {min(max(cut, part.start), part.stop)}
+    return [slice(*ends) for ends in pairwise(sorted(starts | {part.stop}))]
 
 
 def _beside(parts: Sequence[slice]) -> list[tuple[slice, slice]]:

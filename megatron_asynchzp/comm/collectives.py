@@ -46,10 +46,10 @@ def followed_by(left: Unfinished | None, action: Callable[[], object]) -> Unfini
     return Unfinished(work, action if then is None else lambda: (then(), action()), holds)
 
 
-def holding(left: Unfinished | None, memory: torch.Tensor) -> Unfinished:
+def holding(left: Unfinished | None, *memory: torch.Tensor) -> Unfinished:
     """What is `left`, with memory that it uses."""
     work, then, holds = left or Unfinished()
-    return Unfinished(work, then, (*holds, memory))
+    return Unfinished(work, then, (*holds, *memory))
 
 
 def completed(steps: Steps) -> Steps:

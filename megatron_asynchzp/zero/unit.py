@@ -21,6 +21,7 @@ from megatron_asynchzp.comm.collectives import (
     all_reduce_steps,
     completed,
     followed_by,
+    holding,
     new_shards,
     reduce_scatter_steps,
     rounded_all_reduce_steps,
@@ -403,14 +404,13 @@ class HZPUnit:
                     shard, groups.replica_sync, groups.grad_dtype
                 )
         own = self.main_grad.view(self.optim_range)
-        is_elsewhere = own.data_ptr() != shard.data_ptr()
 
-        def end(_held: object = shards) -> None:  # the last collective uses it until then
+        def end() -> None:
             shard.mul_(scale)
-            if is_elsewhere:
+            if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
 
-        return followed_by(last, end)
+        return followed_by(holding(last, *shards), end)
 
     def reopen_grads(self, scale: float) -> None:
         """Undo sync_grad_steps(scale), so that more gradients can be added to their sum: it counts
