@@ -247,11 +247,13 @@ class _GatheredTensor:
         unit: HZPUnit,
     ):
         self._shard, self._start, self.axes, self._dtype = shard, start, axes, dtype
+        self._device = unit.device  # the shard may be on the host
         num_ranks, rank = prod(one.axis.size for one in axes), unit.groups.topology.rank
         first = rank - rank % num_ranks
         self._asking = [one for one in range(first, first + num_ranks) if one in asking]
         self._is_for_all = len(self._asking) == num_ranks
-        self.is_there = num_ranks == 1 and shard.dtype == dtype
+        self._is_as_sent = (shard.dtype, shard.device) == (dtype, self._device)
+        self.is_there = num_ranks == 1 and self._is_as_sent
         is_gathered = rank in self._asking and not self.is_there
         self.nbytes = num_ranks * shard.numel() * dtype.itemsize if is_gathered else 0
 
@@ -271,9 +273,8 @@ class _GatheredTensor:
             return None
         full = self.whole(memory) if self.nbytes else None
         if full is None or not self._is_for_all:
-            return (
-                yield from gather_for_steps(self._asking, shard.to(self._dtype), full, self.axes)
-            )
-        if shard.dtype != self._dtype:
+            part = shard.to(self._device, self._dtype)
+            return (yield from gather_for_steps(self._asking, part, full, self.axes))
+        if not self._is_as_sent:
             shard = full[self._start :][: shard.numel()].copy_(shard)
         return (yield from all_gather_steps(shard, full, self.axes))

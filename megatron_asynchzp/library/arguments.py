@@ -108,7 +108,7 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
     return checked
 
 
-def refuse_arguments(sizes: Any, schedule: Any) -> None:
+def refuse_arguments(sizes: Any, schedule: Any, offload: Any) -> None:
     """Raise ConfigurationError for what is of another kind than `shard` takes."""
     if not isinstance(sizes, ShardSizes):
         raise ConfigurationError(
@@ -118,6 +118,12 @@ def refuse_arguments(sizes: Any, schedule: Any) -> None:
     if not isinstance(schedule, ScheduleConfig):
         raise ConfigurationError(
             f"schedule is {schedule!r}; it is to be a ScheduleConfig, as ScheduleConfig('inline')"
+        )
+    is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
+    if not (is_number and 0 <= offload <= 1):
+        raise ConfigurationError(
+            f"offload is {offload!r}; it is to be the part of the optimizer states that is on the "
+            "host, from 0 to 1"
         )
 
 
@@ -202,11 +208,13 @@ def refuse_other_arguments(
     sizes: ShardSizes,
     schedule: ScheduleConfig,
     param_dtype: torch.dtype | None,
+    offload: float,
 ) -> None:
     """Raise ConfigurationError, on every rank of `group`, where its ranks call `shard` with other
     arguments, or in another environment. Collective over `group`; needs no group of the engine."""
     paths = {module: path for path, module in model.named_modules()}
     found = {"sizes": text_of(sizes), "param_dtype": text_of(param_dtype)}
+    found["offload"] = text_of(float(offload))
     found |= {f"schedule.{name}": text_of(value) for name, value in vars(schedule).items()}
     found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
     is_meta = any(param.is_meta for param in model.parameters())

@@ -174,7 +174,8 @@ def _place_of(part: TrainedFragment, key: str, value: Any, kind: StateKind) -> A
 def _absent(part: TrainedFragment, kind: StateKind) -> Any:
     """In the place of a state of `part` that there is not."""
     if kind.per == "element":
-        nothing = torch.empty(0, dtype=kind.dtype, device=kind.device)
+        # Those of a unit are where its main parameters are.
+        nothing = torch.empty(0, dtype=kind.dtype, device=part.values.device)
         return AbsentState(part.shape, part.held, nothing)
     if kind.per == "parameter":
         return AbsentState(

@@ -114,8 +114,10 @@ class PartParam(nn.Parameter):
     it. While the optimizer updates it is a plain parameter with a plain gradient.
 
     await_grads: returns when gradients are complete and in their places; agree: as in PartGrad.
+    is_away: whether its values are on the host between two updates.
     """
 
+    is_away = False
     await_grads: Callable[[], None]
     agree: Callable[[torch.Tensor], None]
 
@@ -144,6 +146,11 @@ class PartParam(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         """A write to where the values are: the engine sends them from there."""
         own = self.data
+        if self.is_away:
+            raise ConfigurationError(
+                "param.data of sharded.optimizer's parameters is on the host between two updates, "
+                "by offload; change values with model.load_state_dict()"
+            )
         if (value.shape, value.dtype, value.device) != (own.shape, own.dtype, own.device):
             raise ConfigurationError(
                 "param.data of sharded.optimizer's parameters keeps its shape, dtype and device: "

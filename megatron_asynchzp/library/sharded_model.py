@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from megatron_asynchzp.at_rest.host_states import HostStates, move_to_host
 from megatron_asynchzp.at_rest.sleep import Sleeper
 from megatron_asynchzp.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
 from megatron_asynchzp.comm.agreement import settings_of_groups, text_of
@@ -61,6 +62,7 @@ def shard(
     schedule: ScheduleConfig = ScheduleConfig(),
     param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    offload: float = 0.0,
 ) -> "ShardedModel":
     """Shard `model` over the ranks of `group` and return what a training loop needs beside it.
 
@@ -84,6 +86,9 @@ def shard(
     device: where a model on the meta device gets its values, from the reset_parameters() of its
         modules, of which no rank holds more than a unit at a time beside its part. None: torch's
         accelerator, or the CPU without one.
+    offload: the part of the optimizer states, main parameters included, that is in pinned memory of
+        the host between two updates, from 0 to 1: that of the first units, as few as have so much.
+        They are updated on the device, unit after unit, with the bits of a run without it.
 
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
     parameter that cannot be sharded.
@@ -94,16 +99,23 @@ def shard(
     if isinstance(sizes, DeviceMesh):
         sizes = sizes_of_mesh(sizes)
     sizes = default_sizes(group.size()) if sizes is None else sizes
-    refuse_arguments(sizes, schedule)
+    refuse_arguments(sizes, schedule, offload)
     refuse_param_dtype(param_dtype, model)
     watch_optimizers()
     where = torch.device(device) if device is not None else _usual_device()
     there = where if is_meta(model) else next(model.parameters(), torch.empty(0)).device
     refuse_other_arguments(
-        model, unit_modules, group, there, sizes=sizes, schedule=schedule, param_dtype=param_dtype
+        model,
+        unit_modules,
+        group,
+        there,
+        sizes=sizes,
+        schedule=schedule,
+        param_dtype=param_dtype,
+        offload=offload,
     )
     runtime = runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
-    return ShardedModel(model, runtime, new_optimizer, group)
+    return ShardedModel(model, runtime, new_optimizer, group, offload)
 
 
 def _usual_device() -> torch.device:
@@ -166,6 +178,7 @@ class ShardedModel:
         runtime: HZPRuntime,
         new_optimizer: NewOptimizer,
         group: dist.ProcessGroup | None,
+        offload: float = 0.0,
     ):
         self.model, self.runtime = model, runtime
         self._device = runtime.units[0].device
@@ -174,6 +187,7 @@ class ShardedModel:
         owner = _owner(self)
         self._params = ShardedParams(model, runtime)
         self._params.bind(lambda keeps: owner().zero_grad(keeps), lambda: owner().no_sync())
+        move_to_host([runtime], offload)
         self._parts = [part for unit in runtime.units for part in fragments_of(unit)]
         trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
         places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
@@ -187,6 +201,7 @@ class ShardedModel:
         )
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
+        self._host_states = self._new_host_states()
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
         self.runtime.early = self._new_early_update()
         self._are_in_place = False
@@ -215,6 +230,7 @@ class ShardedModel:
         attributes.register_step_pre_hook = register
         optimizer.register_step_post_hook(lambda *call: owner()._after_update())
         optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.refuse_use())
+        optimizer.register_load_state_dict_post_hook(lambda _: owner()._take_over_states())
         for name in ("eval", "train"):  # as Schedule-Free has them, which then writes parameters
             if callable(method := getattr(optimizer, name, None)):
                 setattr(optimizer, name, _changing_params(method, owner))
@@ -222,6 +238,7 @@ class ShardedModel:
             param: Any = part.param
             param.await_grads = lambda: owner()._sync_grads()
             param.agree = lambda values: owner()._take_largest(values)
+            param.is_away = part.unit.is_main_param_away
         return optimizer
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -234,14 +251,31 @@ class ShardedModel:
         of_model = f"; the model has it: sharded.model.{name}" if hasattr(nn.Module, name) else ""
         raise AttributeError(f"a {kind} has no {name}{of_model}", name=name, obj=self)
 
+    def _params_of(self) -> dict[HZPUnit, list[nn.Parameter]]:
+        """The optimizer's parameters of each trained unit, in the order of its layout."""
+        params_of: dict[HZPUnit, list[nn.Parameter]] = {}
+        for part in self._parts:
+            if isinstance(part, TrainedFragment):
+                params_of.setdefault(part.unit, []).append(part.param)
+        return params_of
+
+    def _new_host_states(self) -> HostStates | None:
+        if not any(unit.is_on_host for unit in self.runtime.units):
+            return None
+        return HostStates([self.runtime], self.optimizer, self._params_of())
+
+    def _take_over_states(self) -> None:
+        if self._host_states is not None:
+            self._host_states.take_over()
+
     def _new_early_update(self) -> EarlyUpdate | None:
         schedule = self.runtime.schedule
         if not schedule.may_send_early or not self._trained:
             return None
         if is_elementwise(self.optimizer):
-            params_of: dict[HZPUnit, list[nn.Parameter]] = {}
-            for part in self._trained:
-                params_of.setdefault(part.unit, []).append(part.param)
+            params_of = {
+                unit: params for unit, params in self._params_of().items() if not unit.is_on_host
+            }
             is_forced = schedule.early_update == "on"
             return EarlyUpdate(self.optimizer, params_of, is_forced, is_awaited=True)
         if schedule.early_update == "on":
@@ -323,15 +357,21 @@ class ShardedModel:
             grad = grad_of(part.param)
             part.param.__class__ = nn.Parameter
             set_grad(part.param, None if grad is None else plain(grad))
+        if self._host_states is not None:
+            self._host_states.update()
 
     def _after_update(self) -> None:
         for part in self._trained:  # an optimizer may assign to param.data
+            if part.unit.is_main_param_away:
+                continue
             if part.param.data_ptr() != part.values.data_ptr():
                 part.values.copy_(part.param.data)
                 part.param.data = part.values
         self.runtime.sync_params(may_stand=True)
         self.runtime.rest()
         self._await_grads()
+        if self._host_states is not None:  # what the optimizer's state has may be read next
+            self._host_states.settle()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -369,6 +409,11 @@ class ShardedModel:
         """Around writes to the values of the optimizer's parameters (an average of them is put in
         their place, say), from which the model's are rebuilt then. Collective."""
         self.runtime.refuse_use()
+        if any(unit.is_main_param_away for unit in self.runtime.units):
+            raise ConfigurationError(
+                "the values of the optimizer's parameters cannot be changed where they are on the "
+                "host: leave out offload, or change them with model.load_state_dict()"
+            )
         self.runtime.settle()  # what is still read of them
         yield
         self.runtime.sync_params()
@@ -391,7 +436,8 @@ class ShardedModel:
         """
         self._sleeper.sleep(level)
         for part in self._trained:  # reading what has no memory would end the process
-            set_data(part.param, part.values[:0])
+            if not part.unit.is_main_param_away:
+                set_data(part.param, part.values[:0])
 
     def wake(self) -> None:
         """Bring back what `sleep` took from the device. Collective.
@@ -400,7 +446,8 @@ class ShardedModel:
         """
         self._sleeper.wake()
         for part in self._trained:
-            set_data(part.param, part.values)
+            if not part.unit.is_main_param_away:
+                set_data(part.param, part.values)
 
     def state_dict(self, only_trained: bool = False) -> dict[str, Any]:
         """What torch.distributed.checkpoint saves, or loads in place.
@@ -432,6 +479,7 @@ class ShardedModel:
         """
         self.runtime.refuse_use()
         self._checkpoint.load_state_dict(state)
+        self._take_over_states()
 
     @torch.no_grad()
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -152,6 +152,20 @@ _Table = dict[Any, dict[str, Any]]
 """What an optimizer keeps by parameter."""
 
 
+def step_beside(
+    optimizer: torch.optim.Optimizer, of_params: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]
+) -> None:
+    """Update some parameters, each with its group, as a step of `optimizer` would that comes next
+    and finds no gradient of them: it counts that step."""
+    groups: dict[int, dict[str, Any]] = {}
+    for param, group in of_params:
+        if id(group) not in groups:
+            settings = {key: group[key] for key in group if key != "params"}
+            groups[id(group)] = {**_copied(settings), "params": []}
+        groups[id(group)]["params"].append(param)
+    _step_on(type(optimizer), dict(vars(optimizer)), list(groups.values()), {})
+
+
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -166,7 +180,7 @@ def _step_on(
     tables: dict[str, _Table],
 ) -> None:
     """A step of an optimizer of class `kind` with `attributes` and, in their place, `groups` and
-    `tables`, of copies of some of its parameters; without the hooks that were put on it."""
+    `tables`, of some of its parameters or copies of them; without the hooks that were put on it."""
     other = object.__new__(kind)
     other.__dict__.update(attributes)
     other.__dict__.pop("step", None)  # a learning rate scheduler counts calls there

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -94,6 +94,13 @@ class StepState(enum.Enum):
     """Between two steps: states are on the host, and there is no memory in flight."""
 
 
+class OnHost(Protocol):
+    """What a step has to know of states that are on the host (HostStates)."""
+
+    def settle(self) -> None: ...
+    def free(self) -> None: ...
+
+
 class StepScheduler:
     """Gathers the units of a model chunk ahead of their use and reduces their gradients.
 
@@ -119,6 +126,7 @@ class StepScheduler:
         sharding group, see `no_sync`.
     _gathers_for: of what kind the last gathers were, see `meet`.
     early: which units are sent before the update, None for none.
+    host_states: of units whose optimizer states are on the host, None for none.
     settings_of_update: what the optimizer is set to, which has to be the same on all ranks.
     state: see StepState; what may be done when, `between_steps` and `refuse_use` say.
     agrees_on_reached: whether `sync_grads` finds out which units have gradients; reached: these, of
@@ -147,6 +155,7 @@ class StepScheduler:
         self._gathers_for = "training"
         self._order: list[HZPUnit] | None = None
         self.early: EarlyUpdate | None = None
+        self.host_states: OnHost | None = None
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
         self._value_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._before_sleep = self.state
@@ -366,7 +375,7 @@ class StepScheduler:
             self.early.note_outcome(self.num_begun, bool(done))
         if self._refuses_writes:
             for unit in self.units:
-                if unit.is_trained:
+                if unit.is_trained and not unit.is_main_param_away:
                     unit.note_due(is_as_sent=unit in done)
         self.gathers.start_syncs(done)
 
@@ -397,6 +406,8 @@ class StepScheduler:
     def refuse_write(self, unit: HZPUnit) -> None:
         """At a use of `unit`: refuse_writes. A model of one rank alone has nobody to send to."""
         if not (self._refuses_writes and unit.is_trained) or self.gathers.was_sent(unit):
+            return
+        if unit.is_main_param_away:  # where nobody finds it to write to
             return
         if unit.groups.topology.world_size > 1 or not unit.is_main_param_aliased:
             self.gathers.await_sync(unit)
@@ -459,6 +470,8 @@ class StepScheduler:
         may be called then."""
         self.gathers.arena.free()
         self.reductions.arena.free()
+        if self.host_states is not None:
+            self.host_states.free()
         self._value_of, self._before_sleep = value_of, self.state
         self.state = StepState.ASLEEP
 
@@ -490,6 +503,8 @@ class StepScheduler:
         self.gathers.join_syncs()
         self._order_check.finish()
         self.sent_check.settle()
+        if self.host_states is not None:
+            self.host_states.settle()
 
     def complete_params(self) -> None:
         """Rebuild the parameter shards from their O ranges, which the caller has written.

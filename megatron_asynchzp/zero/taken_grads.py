@@ -101,6 +101,13 @@ def given_grad(param: Any) -> torch.Tensor | None:
     return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
 
 
+def forget_grad(param: Any) -> None:
+    """Let the optimizer of `param` find no gradient, so that it leaves `param` as it is."""
+    param.grad = None
+    if hasattr(param, "decoupled_grad"):
+        param.decoupled_grad = None
+
+
 def zero_rest(places: Sequence[torch.Tensor], written: Container[int]) -> None:
     """Zero those of `places`, of parameters and gaps, that are not among `written`."""
     _zero([place for index, place in enumerate(places) if index not in written])

@@ -53,12 +53,16 @@ class Fragment:
     """What this rank's optimizer shard holds of one parameter, number `index` of its unit.
 
     held: which of its row-major elements; values: these of main_param, 1-D fp32; param: as a
-    parameter of an optimizer; grad: their place in main_grad, 1-D, not given to it yet (give_grad).
+    parameter of an optimizer, NaN where `values` are on the host; grad: their place in main_grad,
+    1-D, not given to it yet (give_grad).
     """
 
-    def __init__(self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor):
+    def __init__(
+        self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor, is_away: bool
+    ):
         self.index, self.held, self.values, self.grad = index, held, values, grad
-        self.param = torch.nn.Parameter(values)
+        nan = torch.full((), float("nan"), device=grad.device)
+        self.param = torch.nn.Parameter(nan.expand(values.shape) if is_away else values)
 
 
 class HZPUnit:
@@ -84,9 +88,13 @@ class HZPUnit:
     marks: what changed since when.
     coded: how the parameters travel to layers that compute in FP8, see `send_in_codes`.
     is_watched: whether each sending is noted, see `note_sent`, and not only those before an update.
+    is_on_host: whether its optimizer states are on the host between two updates (HostStates), and
+        is_cast, whether the parameter shard holds what the last one made of main_param.
     """
 
     is_watched = False
+    is_on_host = False
+    is_cast = False
 
     def __init__(
         self,
@@ -230,6 +238,11 @@ class HZPUnit:
         """Whether main_param is a view of model_param (fp32 models)."""
         return self.dtype == torch.float32
 
+    @property
+    def is_main_param_away(self) -> bool:
+        """Whether main_param is on the host between two updates."""
+        return self.is_on_host and not self.is_main_param_aliased
+
     # ---- parameters
 
     @property
@@ -311,8 +324,8 @@ class HZPUnit:
         """What is at rest of a trained unit beside model_param."""
         if not self.is_trained:
             return []
-        own = [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
-        return [*own, self._sent, self._due]
+        own = [self.main_grad.storage, *self.marks.bits.values(), self._sent, self._due]
+        return own if self.is_main_param_away else [self.main_param.storage, *own]
 
     # ---- gradients
 
@@ -445,9 +458,17 @@ class HZPUnit:
         of each, those included of which it holds nothing."""
         grads = self.main_grad_fragments()
         return [
-            Fragment(index, *self.main_param.held_of(index), grads[index])
+            Fragment(index, *self.main_param.held_of(index), grads[index], self.is_main_param_away)
             for index in range(len(self.params))
         ]
+
+    def hold_on_host(self, memory: torch.Tensor) -> None:
+        """From now on the optimizer states are on the host, main_param in `memory` (1-D, fp32),
+        unless it is a view of model_param. Before `new_fragments`."""
+        self.is_on_host = True
+        if not self.is_main_param_aliased:
+            memory.copy_(self.main_param.storage)
+            self.main_param = FlatBuffer(self.layout, self.optim_range, memory)
 
     @property
     def is_counted(self) -> bool:
@@ -463,10 +484,15 @@ class HZPUnit:
         if self.is_trained and not self.is_main_param_aliased:
             self.main_param.storage.copy_(self.model_param.view(self.optim_range))
 
+    def cast_main_param(self, values: torch.Tensor) -> None:
+        """Cast `values` of main_param into this rank's O range of the P shard."""
+        self.marks.write(values, self.model_param.view(self.optim_range))
+
     def sync_param_steps(self) -> Steps:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
-        if not self.is_main_param_aliased:
-            self.marks.write(self.main_param.storage, self.model_param.view(self.optim_range))
+        if not (self.is_main_param_aliased or self.is_cast):
+            self.cast_main_param(self.main_param.storage.to(self.device))
+        self.is_cast = False
         if self.is_watched:
             self.note_sent()
         return (yield from self.complete_param_steps())
@@ -531,12 +557,13 @@ class HZPUnit:
         return all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
 
     def state_nbytes(self) -> dict[str, int]:
-        """Bytes this rank holds at rest, by state; an aliased main_param counts as zero."""
+        """Bytes this rank holds at rest on the device, by state; an aliased main_param counts as
+        zero."""
         trained = self.is_trained
         return {
             "model_param": self.model_param.nbytes,
             "main_grad": self.main_grad.nbytes if trained else 0,
             "main_param": self.main_param.nbytes
-            if trained and not self.is_main_param_aliased
+            if trained and not (self.is_main_param_aliased or self.is_main_param_away)
             else 0,
         }

@@ -24,7 +24,7 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 530,
+    "at_rest": 795,
     "attention": 2605,
     "checkpoint_files": 1600,
     "comm": 2328,
@@ -32,11 +32,11 @@ BUDGETS = {
     "cpu_platform": 1050,
     "failure": 900,
     "hf": 2830,
-    "library": 2678,
+    "library": 2745,
     "mcore": 9610,
     "planner": 4062,
-    "sharding": 1775,
-    "zero": 4560,
+    "sharding": 1808,
+    "zero": 4625,
     "beside the rooms": 1010,
 }
 # Within the library.
