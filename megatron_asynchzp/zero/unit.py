@@ -61,7 +61,7 @@ class Fragment:
         self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor, is_away: bool
     ):
         self.index, self.held, self.values, self.grad = index, held, values, grad
-        nan = torch.full((), float("nan"), device=grad.device)
+        nan = torch.tensor(torch.nan, device=grad.device)
         self.param = torch.nn.Parameter(nan.expand(values.shape) if is_away else values)
 
 
