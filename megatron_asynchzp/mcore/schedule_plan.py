@@ -1,10 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a model chunk where Megatron runs the backward of one micro-batch beside the forward
-of the next (--overlap-moe-expert-parallel-comm): which parameters each part needs."""
+of the next (--overlap-moe-expert-parallel-comm): which parameters each part needs, and where weight
+gradients are that come late."""
 
-from collections.abc import Iterator
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
@@ -113,3 +115,26 @@ class _Completion:
 
     def parameters(self) -> tuple[nn.Parameter, ...]:
         return ()
+
+
+@contextmanager
+def keeping_late_grads(modules: Iterable[Any], kept: set[nn.Parameter]) -> Iterator[None]:
+    """Around the capture of graphs. One of weight gradients that come late is given to no parameter
+    by a replay: it is copied to main_grad within the graph. kept: gets their parameters."""
+    late = [module for module in modules if getattr(module, "need_backward_dw", bool)()]
+    for module in late:
+        module.backward_dw = partial(_compute_and_keep, module, module.backward_dw, kept)
+    try:
+        yield
+    finally:
+        for module in late:
+            del module.backward_dw
+
+
+def _compute_and_keep(module: Any, compute: Callable[[], None], kept: set[nn.Parameter]) -> None:
+    compute()
+    for param in module.parameters(recurse=False):
+        if param.grad is not None:
+            param.main_grad.copy_(param.grad)
+            param.grad = None
+            kept.add(param)

@@ -314,6 +314,7 @@ class HZPRuntime(StepScheduler):
     def complete(self, units: list[HZPUnit]) -> None:
         """Nothing adds to the gradients of `units` any more, in this micro-batch."""
         for unit in units:
+            self._captured_grads.give(unit, is_read_now=True)
             self._reduce(unit)
 
     def before_forward(self, units: list[HZPUnit]) -> None:

@@ -46,6 +46,8 @@ class CapturedGrads:
             found = [index for index, param in enumerate(unit.params) if param in captured]
             if found:
                 self._captured[unit] = found
+        kept = {unit.size_key for unit in self._captured}
+        self._places = {key: place for key, place in self._places.items() if key in kept}
 
     def _place_of(self, unit: HZPUnit) -> torch.Tensor:
         if unit.size_key not in self._places:
@@ -70,6 +72,12 @@ class CapturedGrads:
         if self._holders.get(unit.size_key) is not unit:
             return
         del self._holders[unit.size_key]
+        self.give(unit, is_read_now)
+
+    def give(self, unit: HZPUnit, is_read_now: bool) -> None:
+        """What was captured has written all gradients of `unit` that it leaves there."""
+        if unit not in self._captured:
+            return
         place = self._place_of(unit)
         grads = unit.views_of(place if is_read_now else place.clone())
         for index in self._captured[unit]:

@@ -14,7 +14,15 @@ from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import PIPELINE_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import RunRecord, Steps, on_device, run_pretrain
-from tests.device.test_transformer_engine import BASE, CODES, GROUPED_EXPERTS, RECIPES, env_of
+from tests.device.test_transformer_engine import (
+    BASE,
+    CODES,
+    FUSED,
+    FUSES_EXPERTS,
+    GROUPED_EXPERTS,
+    RECIPES,
+    env_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -111,14 +119,29 @@ def test_the_bits_are_the_same_under_every_law_of_delay(te_worlds: DeviceWorlds)
     compare(te_worlds, ["--bf16"], (2, 2, 2), laws)
 
 
-def test_a_captured_router_keeps_its_bits_in_the_overlapped_schedule_under_every_law_of_delay(
-    te_worlds: DeviceWorlds,
-):
-    more = [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2", "--bf16", "--num-layers", "2"]
+ALL = ["--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"]
+ROUTER = ["--cuda-graph-modules", "moe_router", "moe_preprocess"]
+# fmt: off
+OVERLAPPED = {
+    "router": [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2", *ROUTER, "--bf16"],
+    "router, shared experts": [*EXPERTS, *ROUTER, "--bf16"],
+    "attention, router, shared experts": [*EXPERTS, *ALL, "--bf16"],
+    "mxfp8, gathered as stock does": [*EXPERTS, *ALL, *RECIPES["mxfp8"], *CODES,
+        "--reuse-grad-buf-for-mxfp8-param-ag", "--use-distributed-optimizer"],
+    "fused experts": [*EXPERTS, *ALL, "--bf16", *FUSED],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("form", OVERLAPPED)
+def test_captured_parts_keep_their_bits_in_the_overlapped_schedule(te_worlds: DeviceWorlds, form):
+    """With late weight gradients; under every law of delay with shared experts."""
+    more = [*OVERLAPPED[form], "--num-layers", "2"]
     more += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
-    more += ["--cuda-graph-modules", "moe_router", "moe_preprocess"]
     laws = [Delays(law, seed) for seed, law in enumerate(LAWS) if law != "none"]
-    compare(te_worlds, more, (2, 2, 2), laws)
+    laws = laws if form == "router, shared experts" else laws[:1]
+    env = FUSES_EXPERTS | env_of("mxfp8" * ("mxfp8" in form))
+    compare(te_worlds, more, (2, 2, 2), laws, env=env)
 
 
 # fmt: off

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.megatron_runs import Steps
-from tests.device.test_transformer_engine import BASE, GROUPED_EXPERTS, OURS, train
+from tests.device.test_transformer_engine import (
+    BASE,
+    FUSED,
+    FUSES_EXPERTS,
+    GROUPED_EXPERTS,
+    OURS,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +32,7 @@ FINE = ["--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "
 OFFLOADED = {
     "modules": ([], [*FINE, "core_attn", "attn_proj", "qkv_linear", "attn_norm", "mlp_norm"]),
     "experts": (GROUPED_EXPERTS, [*FINE, "expert_fc1", "moe_act"]),
+    "fused experts": ([*GROUPED_EXPERTS, *FUSED], [*FINE, "fused_group_mlp"]),
     "layers": (["--num-layers", "4"], ["--cpu-offloading-num-layers", "2"]),
 }
 # fmt: on
@@ -80,7 +88,7 @@ def train_both(line: Sequence[str], offloaded: Sequence[str]) -> list[list[tuple
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_activations_that_megatron_offloads_change_no_bit(te_worlds: DeviceWorlds, name: str):
     more, offloaded = OFFLOADED[name]
-    env = {"NVTE_CPU_OFFLOAD_V1": "1"}
+    env = FUSES_EXPERTS | {"NVTE_CPU_OFFLOAD_V1": "1"}
     line = [*BASE, "--bf16", *more]
     found = te_worlds.run(train_both, 2, line, offloaded, timeout_s=590, env=env)[0]
     copies = 0

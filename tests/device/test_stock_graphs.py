@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of stock Megatron's own CUDA graphs (--cuda-graph-impl local, megatron-core 0.19), without
-this package: each run would show that one is gone."""
+"""Faults of stock Megatron's CUDA graphs (megatron-core 0.19), most of them of its own ones
+(--cuda-graph-impl local), without this package: each run would show that one is gone."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ import pytest
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from scripts.testbed.megatron_flags import PIPELINE_PARALLEL
 from scripts.testbed.megatron_runs import Steps, on_device, run_pretrain
-from tests.device.test_megatron_graphs import COMMON, EXPERTS, FORMS, HYBRID, OWN
+from tests.device.test_megatron_graphs import COMMON, EXPERTS, FORMS, HYBRID, OWN, ROUTER, TE
 from tests.device.test_transformer_engine import RECIPES
 
 pytestmark = pytest.mark.slow
@@ -48,3 +48,12 @@ def test_around_experts_a_graph_reads_indices_that_were_not_kept(te_worlds: Devi
     line = ["--bf16", *hybrid, *GRAPHS, "--cuda-graph-modules", "moe_router", "moe_preprocess"]
     with pytest.raises(DeviceFailure, match="index .* is out of bounds"):
         te_worlds.run(train, 2, [line], timeout_s=300, watches=False)
+
+
+def test_a_graph_without_fused_gradients_loses_those_that_come_late(te_worlds: DeviceWorlds):
+    line = ["--bf16", *EXPERTS, "--num-layers", "2", "--no-gradient-accumulation-fusion"]
+    line += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
+    graphs = [*ROUTER, "--cuda-graph-impl", TE, "--cuda-graph-warmup-steps", "1"]
+    for eager, graphed in te_worlds.run(train, 2, [line, [*line, *graphs]], timeout_s=500):
+        assert graphed[0] == eager[0]
+        assert graphed[1][1] != pytest.approx(eager[1][1], rel=0.01)

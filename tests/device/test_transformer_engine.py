@@ -41,8 +41,11 @@ RECIPES = {
 BASE = gpt_args("--train-iters", "4", "--hidden-size", "128",
                 "--attention-backend", "unfused", "--no-bias-swiglu-fusion")
 GROUPED_EXPERTS = [*MIXTURE_OF_EXPERTS, "--moe-grouped-gemm"]
+FUSED = ["--use-transformer-engine-op-fuser", "--swiglu"]
 # fmt: on
 BLACKWELL = {"ASYNCHZP_DEVICE_MAJOR": "10"}
+# Megatron fuses experts with a GPU's kernels in mind, and Transformer Engine goes without here.
+FUSES_EXPERTS = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 # Each law of delay with other sizes.
 OURS = [
     (Delays(), (2, 2, 2)),
@@ -205,6 +208,8 @@ def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name
 
 LAYERNORM = "--recompute-granularity selective --recompute-modules layernorm moe_act"
 # fmt: off
+GATHERS = ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag",
+           "--use-distributed-optimizer")
 OVERLAPPED = {
     "predicted, shared": ("bf16", PREDICTED_AND_SHARED),
     "dense layer, shared, recomputed": ("bf16", f"{LAYERNORM} mlp shared_experts --num-layers 3 "
@@ -214,6 +219,8 @@ OVERLAPPED = {
     "delayed": ("delayed", ""),
     "blockwise": ("blockwise", ""),
     "mxfp8, shared": ("mxfp8", "--moe-shared-expert-intermediate-size 64"),
+    "mxfp8, gathered as stock does": ("mxfp8", "--fp8-param-gather "
+        "--reuse-grad-buf-for-mxfp8-param-ag --use-distributed-optimizer"),
     "nvfp4, recomputed": ("nvfp4", f"--moe-router-padding-for-quantization {LAYERNORM}"),
 }
 # fmt: on
@@ -229,11 +236,38 @@ def test_weight_gradients_that_come_late_in_the_overlapped_schedule_are_stocks(
     line = [*BASE, *RECIPES[recipe], *GROUPED_EXPERTS, "--expert-model-parallel-size", "2"]
     line += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--clip-grad", "1000"]
     ours, env = [*size_flags((2, 2, 2)), *more.split()], env_of(recipe)
-    stocks = [flag for flag in more.split() if flag != "--fp8-param-gather"]
+    stocks = [flag for flag in more.split() if flag not in GATHERS]
     stock, run = te_worlds.run(train_two, 2, [*line, *stocks], ours, timeout_s=590, env=env)[0]
     assert "delay_wgrad_compute = False" not in run.log
     assert len({loss for loss, _ in stock.steps}) == 4
     assert equal(run.steps, stock.steps)
+
+
+# fmt: off
+FUSED_MODELS = {
+    "dense": ("bf16", "--normalization RMSNorm"),
+    "experts": ("mxfp8", " ".join([*GROUPED_EXPERTS, "--expert-model-parallel-size", "2",
+        *GATHERS])),
+    "experts, overlapped": ("mxfp8", " ".join([*GROUPED_EXPERTS, "--expert-model-parallel-size",
+        "2", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"])),
+    "experts, predicted, recomputed": ("bf16", " ".join([*GROUPED_EXPERTS, PREDICTED_AND_SHARED,
+        "--recompute-granularity selective --recompute-modules moe layernorm core_attn"])),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", FUSED_MODELS)
+def test_fused_operations_have_the_losses_of_stock(te_worlds: DeviceWorlds, name: str):
+    recipe, more = FUSED_MODELS[name]
+    line = [*BASE, *RECIPES[recipe], *FUSED, "--clip-grad", "1000"]
+    stocks = [flag for flag in more.split() if flag not in GATHERS]
+    ours = [*size_flags((2, 2, 2)), *more.split()]
+    env = FUSES_EXPERTS | env_of(recipe)
+    stock, run = te_worlds.run(train_two, 2, [*line, *stocks], ours, timeout_s=590, env=env)[0]
+    assert "op_fuser = False" not in run.log
+    assert len({loss for loss, _ in stock.steps}) == 4
+    assert equal(run.steps, stock.steps)
+    assert run.planned == run.counted and (run.counted > 0) == (recipe == "mxfp8")
 
 
 def saved_and_resumed(base: Sequence[str], more: Sequence[str], folder: str) -> list[Run]:

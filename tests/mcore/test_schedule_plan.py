@@ -2,8 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's overlapped schedule, which runs a layer in parts, trains on shards as in stock."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from megatron_asynchzp.mcore.schedule_plan import keeping_late_grads
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
@@ -44,6 +49,27 @@ OURS = [
 def numbers_of(lines: list[list[str]]) -> list[tuple]:
     runs = [run_pretrain(line) for line in lines]
     return [(run.losses, run.grad_norms, run.params_norms) for run in runs]
+
+
+class Late(nn.Linear):
+    """As a layer of Transformer Engine whose weight gradients come late."""
+
+    def need_backward_dw(self) -> bool:
+        return True
+
+    def backward_dw(self) -> None:
+        self.weight.grad = torch.full_like(self.weight, 2)
+
+
+def test_gradients_that_come_late_in_a_graph_are_left_where_a_replay_leaves_them():
+    model = nn.Sequential(nn.Linear(2, 2), Late(2, 2))
+    weight: Any = model[1].weight
+    weight.main_grad, kept = torch.zeros(2, 2), set()
+    with keeping_late_grads(model.modules(), kept):
+        model[1].backward_dw()  # pyright: ignore
+        assert weight.main_grad.eq(2).all() and weight.grad is None and kept == {weight}
+    model[1].backward_dw()  # pyright: ignore
+    assert weight.grad is not None
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
+from megatron_asynchzp.mcore.flags.refusals import captures_layers
 
 
 def can_fuse_grads() -> bool:
@@ -38,6 +38,14 @@ def gathers_bf16_of_mxfp8(args: Namespace) -> bool:
     is_asked = args.fp8_param_gather and args.reuse_grad_buf_for_mxfp8_param_ag
     has_buffers = not (args.use_megatron_fsdp or args.use_torch_fsdp2)
     return bool(is_asked and args.fp8 and args.fp8_recipe == "mxfp8" and has_buffers)
+
+
+def _has_experts_alone(args: Namespace) -> bool:
+    """Whether no layer has a dense MLP, and one micro-batch at a time is between forward and
+    backward."""
+    frequency = args.moe_layer_freq
+    is_each = frequency == 1 if isinstance(frequency, int) else all(frequency)
+    return bool(args.num_experts and is_each) and args.pipeline_model_parallel_size == 1
 
 
 # A step that no run reaches. To Megatron no --eval-interval means "never", but it divides by it.
@@ -123,16 +131,19 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "fused_weight_gradient_mlp_cuda; without them the engine does, in fp32",
      lambda args: can_fuse_grads()),
     ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
-     "the engine adds up, in fp32, what a captured graph or a part of a layer leaves of gradients",
-     lambda args: not (captures_layers(args) or overlaps_experts(args))),
+     "the engine adds up, in fp32, what captured graphs, parts of layers and fused operations "
+     "leave of gradients",
+     lambda args: not (captures_layers(args) or overlaps_experts(args)
+                       or args.use_transformer_engine_op_fuser)),
     ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", False,
      "the gradient of the output layer is reduced in each micro-batch, like the others", *_LOST),
     ("--overlap-dispatch-backward-with-experts-wgrad",
      "overlap_dispatch_backward_with_experts_wgrad", False,
      "the gradients of the experts are reduced where their backward ends", *_LOST),
     ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
-     "fused operations have not been tested with sharded parameters; a layer runs more kernels",
-     *_LOST),
+     "fused operations keep a quantised copy of each weight from forward to backward, which is "
+     "counted for experts and one micro-batch alone; a layer runs more kernels",
+     lambda args: not (args.fp8 or args.fp4) or _has_experts_alone(args), True),
     ("--fp8-param-gather", "fp8_param_gather", False, _CODES,
      lambda args: not can_send_codes(args)),
     ("--fp8-param-gather", "fp8_param_gather", False, _AS_MXFP8,
@@ -165,17 +176,17 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
 NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 
 
-def _captures_late_weights(args: Namespace) -> bool:
-    """Whether --delay-wgrad-compute would leave a captured graph the weight gradients of attention
-    or of shared experts, which Megatron allows with gradient_accumulation_fusion alone."""
-    parts = ("attn", "moe_router") if args.moe_shared_expert_intermediate_size else ("attn",)
-    return captures_layers(args) and captures(args, *parts)
-
-
 _PLANS = "megatron.core.models.common.fine_grained_callables"
 BESIDE_OVERLAP: tuple[tuple[str, Callable[[Namespace], Any]], ...] = (
     ("--cuda-graph-impl local", lambda args: args.cuda_graph_impl == "local"),
-    ("a captured layer with weights of attention or of shared experts", _captures_late_weights),
+    (
+        "--delay-wgrad-compute of layers with biases, which keeps gathered ones",
+        lambda args: args.delay_wgrad_compute and (args.add_bias_linear or args.add_qkv_bias),
+    ),
+    (
+        "captured layers and --mtp-num-layers",
+        lambda args: captures_layers(args) and args.mtp_num_layers,
+    ),
     ("--fp16", lambda args: args.fp16),
     ("--context-parallel-size", lambda args: args.context_parallel_size > 1),
     ("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"),

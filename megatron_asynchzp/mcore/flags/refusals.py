@@ -396,8 +396,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--skip-train",
     ),
     *because(
-        "it needs the operation fuser, which is switched off, and runs a step whose gradients have "
-        "been reduced again where its buffers overflow",
+        "where its buffers overflow it runs a step again whose gradients have been reduced",
         "use --fine-grained-activation-offloading or --recompute-granularity instead",
         "--moe-paged-stash",
     ),

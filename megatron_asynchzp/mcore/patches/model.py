@@ -205,9 +205,13 @@ def capture_layers(original: Callable, model: Sequence, *args: Any, **options: A
         capture = helper.create_cudagraphs
 
         def create_cudagraphs() -> None:
+            from megatron_asynchzp.mcore.schedule_plan import keeping_late_grads
+
+            late: set[Any] = set()
             with ExitStack() as chunks:
                 for chunk in model:
-                    chunks.enter_context(chunk.runtime.rehearsing())
+                    chunks.enter_context(chunk.runtime.rehearsing(late))
+                    chunks.enter_context(keeping_late_grads(chunk.module.modules(), late))
                 with _named_failure("transformer_engine"):
                     capture()
 

@@ -1,18 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """`transformer_engine_torch` in torch operations: what Transformer Engine's Python needs of its
-compiled extension for linear layers, norms, attention without a fused kernel, and fused optimizers.
-Any other function raises when it is called, with its name. Products are computed in fp32 and
-rounded once. Scales stay in their compact order, because only the real products need another."""
+compiled extension for linear layers, norms, activations, attention without a fused kernel, and
+fused optimizers. Any other function raises when it is called, with its name. Products are computed
+in fp32 and rounded once. Scales stay in their compact order, because only the real products need
+another."""
 
 import enum
 import importlib
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from scripts.testbed.te import formats
 from scripts.testbed.te.formats import Coded, Grid
@@ -495,6 +498,51 @@ def rmsnorm_bwd(dy, x, rstd, weight, margin, is_zero_centered):
     return dx.to(dy.dtype), (dy.float() * plain).sum(0).to(weight.dtype)
 
 
+def _swiglu(x: Tensor) -> Tensor:
+    gate, linear = x.chunk(2, -1)
+    return functional.silu(gate) * linear
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": _swiglu,
+    "gelu": partial(functional.gelu, approximate="tanh"),
+    "srelu": lambda x: x.relu().square(),
+}
+
+
+def _activated(of: Callable[[Tensor], Tensor], x: Tensor, quantizer: Any) -> Any:
+    made = of(x.float()).to(x.dtype)
+    return made if quantizer is None else quantize(made, quantizer)
+
+
+def _activation_backward(
+    of: Callable[[Tensor], Tensor], grad: Tensor, x: Tensor, quantizer: Any
+) -> Any:
+    with torch.enable_grad():
+        wide = x.detach().float().requires_grad_()
+        (made,) = torch.autograd.grad(of(wide), wide, grad.float())
+    made = made.to(x.dtype)
+    return made if quantizer is None else quantize(made, quantizer)
+
+
+def scaled_swiglu(x: Tensor, scales: Tensor, quantizer: Any, interleaved: int) -> Any:
+    """Each row of the activation times its scale."""
+    if interleaved:
+        _refusal("interleaved gates")()
+    return _activated(lambda wide: _swiglu(wide) * scales.float().view(-1, 1), x, quantizer)
+
+
+def scaled_dswiglu(
+    grad: Tensor, x: Tensor, scales: Tensor, quantizer: Any, interleaved: int, scales_too: bool
+) -> tuple[Any, Tensor | None]:
+    if interleaved:
+        _refusal("interleaved gates")()
+    wide = grad.float() * scales.float().view(-1, 1)
+    of_scales = (grad.float() * _swiglu(x.float())).sum(-1) if scales_too else None
+    made = _activation_backward(_swiglu, wide, x, quantizer)
+    return made, None if of_scales is None else of_scales.view(scales.shape).to(scales.dtype)
+
+
 # ---- attention without a fused kernel
 
 
@@ -590,13 +638,16 @@ for _made in (
     DType, FP8FwdTensors, FP8BwdTensors, quantize, create_empty_quantized_tensor, split_quantize,
     bgrad_quantize, dequantize, fp8_transpose, fused_amax_and_scale_update_after_reduction,
     generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd,
-    fused_multi_row_padding, fused_multi_row_unpadding,
+    fused_multi_row_padding, fused_multi_row_unpadding, scaled_swiglu, scaled_dswiglu,
     scaled_softmax_forward, scaled_masked_softmax_forward,
     scaled_upper_triang_masked_softmax_forward, multi_tensor_adam,
     multi_tensor_adam_param_remainder, multi_tensor_scale, multi_tensor_l2norm,
 ):
     setattr(extension, _made.__name__, _made)
 # fmt: on
+for _name, _of in _ACTIVATIONS.items():
+    setattr(extension, _name, partial(_activated, _of))
+    setattr(extension, f"d{_name}", partial(_activation_backward, _of))
 extension.scaled_aligned_causal_masked_softmax_forward = scaled_upper_triang_masked_softmax_forward
 for _name in ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked"):
     setattr(extension, f"scaled{_name}_softmax_backward", _softmax_backward)

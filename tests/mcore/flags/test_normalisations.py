@@ -20,7 +20,7 @@ from megatron_asynchzp.mcore.flags.normalisations import (
 def test_what_asynchzp_replaces_gets_its_value_with_one_line_in_the_log(parser, parse, rule):
     action = next(action for action in parser._actions if rule.flag in action.option_strings)
     assert action.dest == rule.name
-    args = parse()
+    args = parse("--fp8-format hybrid" if rule.name.endswith("op_fuser") else "")
     setattr(args, rule.name, "given")
     if rule.is_spared(args):
         assert any(one.name == rule.name and one is not rule for one in NORMALISATIONS)
@@ -46,7 +46,7 @@ def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, val
     assert f"{name} = " not in " ".join(normalize_args(plain))
 
 
-LATE = "a captured layer with weights of attention or of shared experts"
+KEEPS_BIASES = "--delay-wgrad-compute of layers with biases, which keeps gathered ones"
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,12 @@ LATE = "a captured layer with weights of attention or of shared experts"
         ("--recompute-granularity full", "--recompute-granularity full"),
         ("--fp16", "--fp16"),
         ("--context-parallel-size 2", "--context-parallel-size"),
-        ("--cuda-graph-impl transformer_engine", LATE),
-        ("--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router", None),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", None),
         (
-            "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router "
-            "--moe-shared-expert-intermediate-size 64",
-            LATE,
+            "--cuda-graph-impl transformer_engine --mtp-num-layers 1",
+            "captured layers and --mtp-num-layers",
         ),
+        ("--add-qkv-bias", KEEPS_BIASES),
         ("--cuda-graph-impl local", "--cuda-graph-impl local"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex"),
         ("--optimizer muon", "--optimizer muon"),
@@ -73,11 +72,35 @@ def test_the_overlapped_schedule_is_left_by_name_beside_what_it_was_not_tested_w
     parse, line, beside
 ):
     names = [rule.name for rule in OVERLAP]
-    args = parse(f"--overlap-moe-expert-parallel-comm --delay-wgrad-compute {line}")
+    args = parse(
+        f"--overlap-moe-expert-parallel-comm --delay-wgrad-compute --disable-bias-linear {line}"
+    )
     found = [one for one in normalize_args(args) if one.split()[0] in names]
     assert [getattr(args, name) for name in names] == [beside is None] * 2
     assert len(found) == (0 if beside is None else 2)
     assert all(f"has not been tested beside {beside} (--" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    "line, is_kept",
+    [
+        ("", True),
+        ("--pipeline-model-parallel-size 2", True),
+        ("--fp8-format e4m3 --num-experts 4", True),
+        ("--fp4-format e2m1", False),
+        ("--fp8-format e4m3 --num-experts 4 --moe-layer-freq [0,1]", False),
+        ("--fp8-format e4m3 --num-experts 4 --moe-layer-freq 2", False),
+        ("--fp8-format e4m3 --num-experts 4 --pipeline-model-parallel-size 2", False),
+    ],
+)
+def test_fused_operations_are_left_where_their_copies_of_weights_are_not_counted(
+    parse, line, is_kept
+):
+    args = parse(f"--use-transformer-engine-op-fuser {line}")
+    lines = normalize_args(args)
+    assert args.use_transformer_engine_op_fuser == is_kept
+    assert any("keep a quantised copy of each weight" in one for one in lines) != is_kept
+    assert not args.gradient_accumulation_fusion
 
 
 # fmt: off
