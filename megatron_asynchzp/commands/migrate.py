@@ -19,6 +19,7 @@ from megatron_asynchzp.commands import deepspeed, plan_table
 from megatron_asynchzp.commands.exit_status import exit_status
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import command_line
+from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 from megatron_asynchzp.planner.search import PLAIN
@@ -110,6 +111,10 @@ def _print_shardings(
         gain = yours.step_s / min(times) - 1
         what = "Stay where you are" if gain <= PLAIN else "Worth a change"
         print(f"{what}: {gain:+.2%} against {yours.title}; asynchzp plan looks at other sizes")
+    if ours_s := rows[1].step_s:
+        own = found.args.async_save, found.args.save_interval
+        saving = explain.saving(rows[1].costing, ours_s, *own)
+        print("".join(f"Saves: {line}\n" for line in [saving] if line), end="")
 
 
 def _headline(found: "Verdict") -> str:

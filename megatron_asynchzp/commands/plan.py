@@ -122,11 +122,11 @@ def run(argv: Sequence[str]) -> int:
     if outcome.best is None:
         print(f"megatron_asynchzp: {_nothing_fits(outcome, space, asked.cluster)}", file=sys.stderr)
         return EXIT_TOO_LARGE
-    _print(outcome, space, asked, command)
+    _print(outcome, space, asked, args)
     return 0
 
 
-def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[str]) -> None:
+def _print(outcome: Outcome, space: Space, asked: Namespace, args: Namespace) -> None:
     best = outcome.best
     assert best is not None
     print(plan_table.setting(space, outcome))
@@ -134,6 +134,7 @@ def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[s
     print(f"Add: {' '.join(plan_table.flags(best, space))}")
     print(f"- {explain.hierarchy(outcome, best)}")
     lines = [*explain.comparisons(outcome, best), explain.stay(outcome, best), explain.limit(best)]
+    lines.append(explain.saving(best.costing, best.step_s, args.async_save, args.save_interval))
     for line in filter(None, (*lines, explain.missed(outcome, space))):
         print(f"- {line}")
     if asked.trace is not None:

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from math import lcm
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,6 +36,8 @@ _TRANSFORMER_ENGINE = "2.20.0"  # the latest whose Python the tests run
 _WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 DEFAULT_SCRIPT = "pretrain_gpt.py"
+# Megatron's own, whose model is what the flags say.
+OF_FLAGS = (DEFAULT_SCRIPT, "pretrain_hybrid.py", "pretrain_mamba.py")
 _STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
 
 # How our lines begin in what validation prints.
@@ -49,6 +52,8 @@ class NotValidated(ConfigurationError):
 def _answers_of_a_gpu() -> Iterator[None]:
     """What Megatron asks torch.cuda, and of Transformer Engine, while it validates."""
     from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
 
     properties = SimpleNamespace(major=_CAPABILITY[0], minor=_CAPABILITY[1])
@@ -62,8 +67,16 @@ def _answers_of_a_gpu() -> Iterator[None]:
             get_device_capability=lambda *_: _CAPABILITY,
         ),
         mock.patch.object(utils, "_te_version", engine),
+        mock.patch.multiple(rope_utils, **_kernels(rope_utils)),
+        mock.patch.multiple(moe_utils, **_kernels(moe_utils)),
     ):
         yield
+
+
+def _kernels(module: ModuleType) -> dict[str, object]:
+    """Something in place of each fused function that Megatron did not find."""
+    names = [name for name in vars(module) if name.startswith("fused_")]
+    return {name: vars(module)[name] or _as_it_is for name in names}
 
 
 @contextlib.contextmanager
@@ -193,10 +206,75 @@ def _parse(
         try:
             args = validated()
             _set_padded_vocabulary(args)
+            _build_as_megatron(args)
+            if Path(argv[0]).name in OF_FLAGS:
+                from megatron_asynchzp.mcore import planned
+
+                planned.refuse_sizes_of_layers(args)
         except (Exception, SystemExit) as error:
             raise ConfigurationError(_one_line(error, printed.getvalue())) from error
     own = [line for line in printed.getvalue().splitlines() if line.startswith(_OURS)]
     return args, [line.removeprefix(_OURS) for line in own]
+
+
+class _Group:
+    """Of a run in which every rank is the first of each of its groups."""
+
+    def __init__(self, ranks: Sequence[int], **_: object):
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def rank(self) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def groups_of(ranks: int) -> Iterator[None]:
+    """Inside, Megatron works out the groups of so many ranks and makes none of them."""
+    from megatron.core import parallel_state
+
+    with (
+        mock.patch.multiple(
+            torch.distributed,
+            is_initialized=lambda: True,
+            get_world_size=lambda *_: ranks,
+            get_rank=lambda *_: 0,
+        ),
+        mock.patch.object(parallel_state, "create_group", _Group),
+    ):
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _build_as_megatron(args: Namespace) -> None:
+    """What every start does after validation and before it has a model: its groups, the model's
+    configuration and what counts steps."""
+    from megatron.core import num_microbatches_calculator
+    from megatron.training import arguments, initialize, training
+
+    with (
+        groups_of(args.world_size),
+        mock.patch.object(initialize, "get_args", lambda: args),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+    ):
+        initialize._initialize_distributed(None, None, None)
+    arguments.core_transformer_config_from_args(args)
+    if getattr(args, "step_batch_size_schedule", None):
+        names = "global_batch_size micro_batch_size data_parallel_size seq_length "
+        names += "decrease_batch_size_if_needed step_batch_size_schedule"
+        given = {name: getattr(args, name) for name in names.split()}
+        try:
+            num_microbatches_calculator.init_num_microbatches_calculator(rank=0, **given)
+            num_microbatches_calculator.update_num_microbatches(0, consistency_check=True)
+        finally:
+            num_microbatches_calculator.unset_num_microbatches_calculator()
+    if args.train_iters and args.lr is not None:
+        with mock.patch.object(training, "get_args", lambda: copy(args)):
+            training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
 
 
 def _set_padded_vocabulary(args: Namespace) -> None:

@@ -19,8 +19,13 @@ from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 
 # What Megatron's own validation raises for a wrong command line; a parser exits, and so does the
 # check of a script that imports the adaptor.
-_REFUSALS = (AssertionError, ValueError, SystemExit)
-_VALIDATES = (("megatron", "training", "arguments.py"), ("argparse.py",), ("process", "refusal.py"))
+_REFUSALS = (AssertionError, ValueError, RuntimeError, SystemExit)
+_VALIDATES = (
+    ("megatron", "training", "arguments.py"), ("argparse.py",), ("process", "refusal.py"),
+    ("core", "parallel_state.py"), ("transformer", "transformer_config.py"),
+    ("core", "num_microbatches_calculator.py"), ("training", "argument_utils.py"),
+    ("core", "optimizer_param_scheduler.py"),
+)  # fmt: skip
 
 
 def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> str | None:
@@ -48,7 +53,9 @@ def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> 
 def _refuse_little_in_flight(script: Path, args: Namespace) -> None:
     """Raise ConfigurationError for a bound below what a step needs. Only Megatron's own scripts
     build the model that the planner counts."""
-    if args.asynchzp_memory_in_flight_gb is None or script.name not in _COUNTED:
+    from megatron_asynchzp.commands.pretended_world import OF_FLAGS
+
+    if args.asynchzp_memory_in_flight_gb is None or script.name not in OF_FLAGS:
         return
     from megatron_asynchzp.mcore import planned
 
@@ -59,9 +66,6 @@ def _refuse_little_in_flight(script: Path, args: Namespace) -> None:
     with planned.naming_the_flag():
         for stage in range(costing.plan.parallel.pp):
             costing.stage_memory(stage)
-
-
-_COUNTED = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 
 
 def _is_of_the_command_line(error: ConfigurationError) -> bool:

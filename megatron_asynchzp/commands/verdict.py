@@ -35,7 +35,7 @@ from megatron_asynchzp.planner.contenders import (
     PLAIN_DATA_PARALLELISM,
     Contender,
 )
-from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.planner.costs import Costing
 
 OURS = "--use-asynchzp"
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
@@ -103,7 +103,8 @@ def ask(
                     raise ConfigurationError(str(error)) from error
                 args, lines = pretended_world.parse_command(command, ranks, ranks_per_node, False)
             except ConfigurationError as error:
-                refusal = refusal or error
+                # What is refused even with what was asked for is the reason.
+                refusal = error if environment.keys() & {*_ASKED} else refusal or error
                 asked = [name for name in _ASKED if f"{name} should" in str(error)]
                 if more := dict.fromkeys(asked, "1").items() - environment.items():
                     environments.append(environment | dict(more))
@@ -118,8 +119,9 @@ def lines_of(refusal: ConfigurationError) -> list[Line]:
     """Of each row of a table that refuses, or the one line."""
     if isinstance(refusal.__cause__, Refused):
         return [Line(str(row), row.flag) for row in refusal.__cause__.rows]
-    is_ours = isinstance(refusal.__cause__, ConfigurationError)
-    return [Line(str(refusal), str(refusal).split()[0] if is_ours else "")]
+    first = str(refusal).split()[0]
+    is_ours = isinstance(refusal.__cause__, ConfigurationError) and first.startswith("--")
+    return [Line(str(refusal), first if is_ours else "")]
 
 
 def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
@@ -144,14 +146,15 @@ class Row:
     predicted, None without a cluster."""
 
     title: str
-    sizes: ShardSizes
+    costing: Costing
     at_rest: float
     peak: float | None
     step_s: float | None
 
     @property
     def cells(self) -> list[str]:
-        three = f"{self.sizes.param}, {self.sizes.grad}, {self.sizes.optim}"
+        sizes = self.costing.plan.sizes
+        three = f"{sizes.param}, {sizes.grad}, {sizes.optim}"
         peak = f"{self.peak / GIB:.2f}" if self.peak else "-"
         step = f"{self.step_s:.3f}" if self.step_s else "-"
         return [self.title, three, f"{self.at_rest / GIB:.2f}", peak, step]
@@ -197,5 +200,5 @@ def shardings(
             one = replace(one, plan=system.plan(one.plan), known={})
             title += f" ({system.name})"
         step_s = one.step().step_s if cluster is not None and one.has_room else None
-        found.append(Row(title, sizes, at_rest, one.memory.total if is_ours else None, step_s))
+        found.append(Row(title, one, at_rest, one.memory.total if is_ours else None, step_s))
     return found

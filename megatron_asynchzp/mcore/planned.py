@@ -51,7 +51,7 @@ from megatron_asynchzp.planner.model import (
 )
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.search import Outcome, search
-from megatron_asynchzp.planner.space import Space
+from megatron_asynchzp.planner.space import Space, undivided
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -118,6 +118,47 @@ def moments_nbytes(args: Namespace) -> MomentBytes:
         dtypes = args.exp_avg_dtype, args.exp_avg_sq_dtype
     nbytes = sum(_NBYTES[one] if isinstance(one, str) else one.itemsize for one in dtypes)
     return MomentBytes(nbytes, FP32_NBYTES if args.optimizer in _MUONS else None)
+
+
+def refuse_sizes_of_layers(args: Namespace) -> None:
+    """Raise ConfigurationError, one line, for what Megatron would refuse when it builds the model
+    that its own scripts make of the flags, or in the first step. args: validated."""
+    for line in _refused_of_layers(args):
+        raise ConfigurationError(line)
+
+
+def _refused_of_layers(args: Namespace) -> Iterator[str]:
+    if args.num_experts:
+        if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+            yield "--num-experts with --tensor-model-parallel-size: add --sequence-parallel"
+        groups, of_groups = args.moe_router_num_groups or 1, args.moe_router_group_topk or 1
+        known, asked = args.num_experts // groups, args.moe_router_topk // of_groups
+        if asked > known:
+            yield f"--moe-router-topk {args.moe_router_topk}: {asked} of {known} experts of a group"
+        pattern = args.moe_layer_freq
+        if isinstance(pattern, list) and len(pattern) != args.num_layers:
+            yield f"--moe-layer-freq has {len(pattern)} entries for --num-layers {args.num_layers}"
+    try:
+        model, parallel = model_of(args), parallel_of(args)
+    except ConfigurationError:
+        return  # a layer of which the planner has no formula
+    for name, size, other, by in undivided(model, parallel, args.seq_length):
+        yield f"--{name} {size} is not a multiple of --{other} {by}"
+    if args.multi_latent_attention and args.transformer_impl == "local":
+        ranks = args.q_lora_rank or 0, args.kv_lora_rank + args.qk_pos_emb_head_dim
+        for size in filter(lambda size: size % parallel.tp, ranks):
+            yield (
+                f"--q-lora-rank, or --kv-lora-rank with --qk-pos-emb-head-dim, of {size} is not a "
+                f"multiple of --tensor-model-parallel-size {parallel.tp}, as local layers want it"
+            )
+    stages, count = parallel.pp, batch_of(args).num_micro_batches
+    group = args.microbatch_group_size_per_vp_stage or stages
+    if parallel.virtual > 1 and (not stages <= group <= count or 0 < count % group < stages):
+        yield (
+            f"--global-batch-size {args.global_batch_size}: {count} micro-batches of a pipeline "
+            f"do not go through --pipeline-model-parallel-size {stages} in groups of {group}, as "
+            "interleaved stages take them"
+        )
 
 
 # ---- what may be chosen

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.goodput import Failures
 
 MIB, GIB, GB = 2**20, 2**30, 1e9
 # Of NCCL's model of PAT (src/graph/tuning.cc): its steps overlap, each rank adds to the latency,
@@ -107,6 +108,7 @@ class Cluster:
     imbalance: by how much of its length the slowest rank's computation of a micro-batch is longer
         than the mean (variable sequence lengths, stragglers), for `Cluster.slowest`.
     source: where the figures come from.
+    failures: None where the file states none.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Cluster:
     imbalance: float = 0.0
     source: str = ""
     nodes_per_domain: int = 1
+    failures: Failures | None = None
 
     @property
     def ranks_per_domain(self) -> int:

@@ -12,10 +12,15 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
+from megatron_asynchzp.planner.goodput import Failures
 
 FOLDER = Path(__file__).parent / "clusters"
 # Numbers that are above 0; all others may be 0.
-_ABOVE_0 = ("tflops", "memory_gib", "memory_gb_s", "efficiency", "gb_s")
+_ABOVE_0 = (
+    "tflops", "memory_gib", "memory_gb_s", "efficiency", "gb_s", "mtbf_hours", "copy_gb_s",
+    "save_gb_s",
+)  # fmt: skip
+_TABLES = {Device: Device, Link: Link, Failures | None: Failures}  # by the type of a field
 _CURVE = "is not a list of [bytes, part] with ascending bytes above 0, parts in (0, 1]"
 
 
@@ -66,8 +71,8 @@ def _read(kind: type, entries: Any, where: str) -> Any:
 
 
 def _value(name: str, kind: Any, value: Any, where: str) -> Any:
-    if kind in (Device, Link):
-        return _read(kind, value, f"{where}.")
+    if kind in _TABLES:
+        return _read(_TABLES[kind], value, f"{where}.")
     if kind is bool and not isinstance(value, bool):
         raise ConfigurationError(f"{where}: {value!r} is neither true nor false")
     if kind is str and not isinstance(value, str):
@@ -108,9 +113,10 @@ def cluster_toml(cluster: Cluster) -> str:
     lines = []
     for each in fields(Cluster):
         value = getattr(cluster, each.name)
-        if not isinstance(value, Device | Link):
+        if each.type not in _TABLES:
             lines.append(f"{each.name} = {json.dumps(value, ensure_ascii=False)}")
-    for name in ("device", "inside", "between"):
+    named = (each.name for each in fields(Cluster) if each.type in _TABLES)
+    for name in filter(lambda name: getattr(cluster, name) is not None, named):
         part = getattr(cluster, name)
         lines += ["", f"[{name}]"]
         lines += [f"{each.name} = {json.dumps(getattr(part, each.name))}" for each in fields(part)]

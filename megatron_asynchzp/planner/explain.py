@@ -5,6 +5,7 @@
 from math import ceil
 
 from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome
 from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
@@ -99,6 +100,27 @@ def hierarchy(outcome: Outcome, best: Candidate) -> str:
         f"hierarchy pays here: {faster} {plain.scheme}, whose busiest link is busy for "
         f"{plain.busiest_link:.0%} of its step in place of {best.busiest_link:.0%}"
     )
+
+
+def saving(costing: Costing, step_s: float, is_async: bool, interval: int | None) -> str:
+    """How often to save, by what the cluster's file says of failures; "" where it says nothing.
+
+    is_async, interval: of the run's own saves, the interval in steps, None where it makes none.
+    """
+    cluster, told = costing.cluster, list[str]()
+    if cluster.failures is None:
+        return ""
+    for flag in dict.fromkeys(("--async-save " * is_async, "--async-save ")):
+        size = costing.saved_nbytes, cluster.nodes, cluster.num_ranks
+        saves = cluster.failures.saves(*size, bool(flag))
+        own = [interval] if interval and not told else []
+        for steps in (saves.best_steps(step_s), *own):
+            part, minutes = saves.goodput(steps * step_s), steps * step_s / 60
+            told.append(
+                f"{part:.1%} of the time with {flag}--save-interval {steps} ({minutes:.3g} min)"
+            )
+    hours = cluster.failures.mtbf_hours / cluster.nodes
+    return f"a failure every {hours:,.1f} hours leaves to training {', '.join(told)}"
 
 
 def missed(outcome: Outcome, space: Space) -> str:

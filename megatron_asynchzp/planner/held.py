@@ -230,6 +230,16 @@ class Held:
         return dict(total)
 
     @property
+    def saved_nbytes(self) -> float:
+        """Of a checkpoint: parameters, main parameters and moments of all ranks, each once."""
+        itemsize, total = self.model.itemsize, 0.0
+        main = FP32_NBYTES if itemsize < FP32_NBYTES else 0
+        for unit in filter(lambda unit: unit.numel, self.model.units):
+            trained = main + self.plan.moments.mean(unit.numel, unit.matrix_numel)
+            total += unit.numel * (itemsize + trained * unit.is_trained)
+        return total
+
+    @property
     def least_in_flight(self) -> int:
         """Bytes without which no stage can run, of the chunk that needs most."""
         every = range(self.plan.parallel.pp)

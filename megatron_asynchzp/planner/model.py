@@ -141,9 +141,13 @@ class Model:
     adapters: Adapters | None = None
 
     @property
+    def units(self) -> "tuple[Unit, ...]":
+        """Of the whole model on one rank, a tied weight once."""
+        return stage_units(self, Parallel(), Batch(1, 1), 0)
+
+    @property
     def num_params(self) -> int:
-        """Of the whole model, a tied weight once."""
-        return sum(unit.numel for unit in stage_units(self, Parallel(), Batch(1, 1), 0))
+        return sum(unit.numel for unit in self.units)
 
 
 @dataclass(frozen=True)

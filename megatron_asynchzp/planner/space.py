@@ -10,7 +10,15 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.costs import Costing
-from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
+from megatron_asynchzp.planner.model import (
+    Batch,
+    Experts,
+    LatentAttention,
+    Mamba,
+    Mlp,
+    Model,
+    Parallel,
+)
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -101,7 +109,7 @@ def parallels(space: Space) -> Iterator[Parallel]:
                 for ep in choices("ep") if experts else [1]:
                     one = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
                     if one != start:
-                        if tp > cluster.ranks_per_domain or len(model.layers) % pp:
+                        if tp > cluster.ranks_per_domain:
                             continue
                         is_sequential = start.sequence_parallel or start.tp == 1
                         one = replace(
@@ -110,15 +118,40 @@ def parallels(space: Space) -> Iterator[Parallel]:
                             virtual=start.virtual if pp == start.pp else 1,
                             stage_layers=start.stage_layers if pp == start.pp else None,
                         )
-                    if experts and experts[0].num_experts % ep:
-                        continue
-                    if any(_heads(layer) % tp for layer in model.layers):
-                        continue
+                        if any(undivided(model, one, space.start.batch.seq_length)):
+                            continue
                     yield one
 
 
-def _heads(layer) -> int:
-    return getattr(layer.mixer, "num_groups", None) or getattr(layer.mixer, "num_heads", 0)
+def undivided(
+    model: Model, parallel: Parallel, seq_length: int
+) -> Iterator[tuple[str, int, str, int]]:
+    """What a model's layers refuse: each size that another one has to divide and does not, by
+    Megatron's names of both."""
+    tensor = "tensor-model-parallel-size", parallel.tp
+    rows = [("seq-length", seq_length // parallel.cp, *tensor)] * parallel.sequence_parallel
+    if parallel.stage_layers is None:
+        chunks = "pipeline-model-parallel-size" + " x virtual stages" * (parallel.virtual > 1)
+        rows.append(("num-layers", len(model.layers), chunks, parallel.pp * parallel.virtual))
+    layers = dict.fromkeys((*model.layers, *model.mtp))
+    for part in dict.fromkeys(part for one in layers for part in (one.mixer, one.mlp)):
+        if isinstance(part, Mlp):
+            rows += [("ffn-hidden-size", part.ffn, *tensor)]
+        elif isinstance(part, Experts):
+            of_experts = "expert-tensor-parallel-size", parallel.experts_tp
+            rows += [("num-experts", part.num_experts, "expert-model-parallel-size", parallel.ep)]
+            rows += [("moe-ffn-hidden-size", part.ffn, *of_experts)]
+            rows += [("moe-shared-expert-intermediate-size", part.shared_ffn, *tensor)]
+        elif isinstance(part, LatentAttention):
+            rows += [("num-attention-heads", part.num_heads, *tensor)]
+        elif part is not None:
+            is_mamba = isinstance(part, Mamba)
+            heads = "mamba-num-heads" if is_mamba else "num-attention-heads", part.num_heads
+            groups = "mamba-num-groups" if is_mamba else "num-query-groups", part.num_groups
+            rows += [(*heads, *tensor), (*heads, *groups)]
+            if is_mamba or parallel.tp % part.num_groups:  # of attention ranks may share a group
+                rows += [(*groups, *tensor)]
+    return (row for row in rows if row[1] % row[3])
 
 
 def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:

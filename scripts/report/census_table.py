@@ -48,5 +48,6 @@ def lost(lines: Sequence[dict]) -> str:
 
 def refused(lines: Sequence[dict]) -> str:
     """By which flag, and how many."""
-    names = Counter(line["ours"]["by"] for line in lines if line["ours"] is not None)
-    return ", ".join(f"`{name}` {count}" for name, count in names.most_common())
+    words = [line["ours"]["by"] for line in lines if line["ours"] is not None]
+    names = Counter(f"`{one}`" if one[:2] == "--" else "Megatron's own checks" for one in words)
+    return ", ".join(f"{name} {count}" for name, count in names.most_common())

@@ -78,17 +78,27 @@ def _shape_for(flags: list[str], stages: int) -> list[str]:
         return int(flags[flags.index(flag) + 1]) if flag in flags else 1
 
     tensor, pipeline = size("tensor-model"), size("pipeline-model")
-    layers, length = 2 * pipeline * stages, 64 * tensor * size("context")
+    offloaded, parts = "--cpu-offloading-num-layers", 2 * pipeline * stages
+    # Megatron wants more layers than are offloaded.
+    fewest = int(flags[flags.index(offloaded) + 1]) + 1 if offloaded in flags else 1
+    layers, length = -(-fewest // parts) * parts, 64 * tensor * size("context")
     values = {"num-layers": layers, "hidden-size": 512 * tensor, "num-attention-heads": 8 * tensor}
     values |= {"seq-length": length, "max-position-embeddings": length, "train-iters": 10}
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     words += ["--lr", "1e-3", "--micro-batch-size", "1", "--position-embedding-type", "rope"]
+    words += ["--attention-dropout", "0", "--hidden-dropout", "0"]  # as large models have it
     if stages > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(stages)]
+    if "--overlap-moe-expert-parallel-comm" in flags and size("expert-model") == 1:
+        words += ["--expert-model-parallel-size", "8"]  # which it needs, and a list may have lost
     if size("expert-model") > 1 or any("moe" in word for word in flags):
         words += ["--num-experts", str(8 * size("expert-model")), "--moe-router-topk", "2"]
         words += ["--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"]
         words += ["--disable-bias-linear"]
+        if tensor > 1:
+            words += ["--sequence-parallel"]  # which Megatron wants beside experts
+        if "--expert-tensor-parallel-size" not in flags:
+            words += ["--expert-tensor-parallel-size", "1"]  # as NVIDIA's recipes have it
     if any("mla" in word for word in flags):
         words += ["--multi-latent-attention"]
     return words
@@ -108,7 +118,8 @@ def _of_list(path: Path) -> Iterator[Case]:
         ranks = recipe["gpus"]
         flags += _shape_for(flags, recipe["vpp"] or 1)
         if "--num-experts" in flags and _captures_all_of_layers(flags):
-            flags += _CAPTURED_BESIDE_EXPERTS
+            # A router is not captured where the experts are computed again.
+            flags += _CAPTURED_BESIDE_EXPERTS[: 2 if "moe" in flags else None]
         # NVIDIA's recipes have it throughout, and some of their flags need it.
         flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
         flags += ["--global-batch-size", str(16 * ranks)]

@@ -8,6 +8,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable
+from math import lcm, prod
 from pathlib import Path
 
 from megatron_asynchzp.checkpoint_files.other_format import (
@@ -77,18 +78,20 @@ def refuse_yaml(argv: list[str], flag: str) -> None:
 
 def refuse_sizes(args: Namespace) -> None:
     """Raise ConfigurationError for a world or a batch that the parallel sizes do not divide."""
-    model_size = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    if args.world_size % model_size:
-        raise ConfigurationError(
-            f"{args.world_size} ranks are not a multiple of --tensor-model-parallel-size x "
-            f"--pipeline-model-parallel-size x --context-parallel-size = {model_size}; "
-            f"start {model_size} ranks or a multiple of it"
-        )
-    data_size = args.world_size // model_size
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    layers = {"tensor-model": tensor, "pipeline-model": pipeline}
+    layers["context"] = args.context_parallel_size
+    experts = {"expert-tensor": args.expert_tensor_parallel_size or tensor}
+    experts |= {"expert-model": args.expert_model_parallel_size, "pipeline-model": pipeline}
+    needed = lcm(prod(layers.values()), prod(experts.values()))
+    for sizes in (layers, experts):
+        if args.world_size % (size := prod(sizes.values())):
+            flags = " x ".join(f"--{name}-parallel-size" for name in sizes)
+            raise ConfigurationError(
+                f"{args.world_size} ranks are not a multiple of {flags} = {size}; start {needed} "
+                "ranks or a multiple of it"
+            )
+    data_size = args.world_size // prod(layers.values())
     micro, batch = args.micro_batch_size, args.global_batch_size
     is_rounded = args.decrease_batch_size_if_needed and batch and batch >= (micro or 1) * data_size
     if not is_rounded:

@@ -6,6 +6,58 @@ from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "experts-divide-no-ranks",
+        "ranks that the experts' sizes do not divide are refused before a start",
+        "mcore/flags/checks.py",
+        "for sizes in (layers, experts):",
+        "for sizes in (layers,):",
+        (
+            "tests/commands/test_sizes.py::"
+            "test_a_world_is_refused_where_megatrons_groups_refuse_it_and_nowhere_else"
+        ),
+    ),
+    Mutant(
+        "groups-are-not-worked-out",
+        "what Megatron's groups refuse is refused before a start",
+        "commands/pretended_world.py",
+        "initialize._initialize_distributed(None, None, None)",
+        "pass",
+        (
+            "tests/commands/test_sizes.py::"
+            "test_sizes_that_do_not_divide_are_refused_before_a_start[orders of ranks]"
+        ),
+    ),
+    Mutant(
+        "configuration-is-not-made",
+        "what the model's configuration refuses is refused before a start",
+        "commands/pretended_world.py",
+        "    arguments.core_transformer_config_from_args(args)\n",
+        "",
+        (
+            "tests/commands/test_sizes.py::"
+            "test_sizes_that_do_not_divide_are_refused_before_a_start[layouts]"
+        ),
+    ),
+    Mutant(
+        "layers-divide-nothing",
+        "what the model's layers refuse is refused before a start",
+        "planner/space.py",
+        "return (row for row in rows if row[1] % row[3])",
+        "return (row for row in rows[:0])",
+        (
+            "tests/commands/test_sizes.py::"
+            "test_sizes_that_do_not_divide_are_refused_before_a_start[widths]"
+        ),
+    ),
+    Mutant(
+        "a-save-counts-at-once",
+        "a run goes back to a checkpoint that was complete when it failed",
+        "planner/goodput.py",
+        "exp(-(interval_s + self.complete_s + self.restart_s) / mean_s)",
+        "exp(-(interval_s + held_s + self.restart_s) / mean_s)",
+        "tests/planner/test_goodput.py::test_the_formula_is_what_failures_that_are_drawn_leave",
+    ),
+    Mutant(
         "saved-at-by-the-clock",
         "a save is later than all that were there, whatever the clock says",
         "checkpoint_files/manifest.py",
