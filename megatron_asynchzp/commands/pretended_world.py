@@ -19,7 +19,7 @@ from copy import copy
 from math import lcm
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -73,7 +73,7 @@ def _answers_of_a_gpu() -> Iterator[None]:
         yield
 
 
-def _kernels(module: ModuleType) -> dict[str, object]:
+def _kernels(module: ModuleType) -> dict[str, Any]:
     """Something in place of each fused function that Megatron did not find."""
     names = [name for name in vars(module) if name.startswith("fused_")]
     return {name: vars(module)[name] or _as_it_is for name in names}

@@ -129,7 +129,9 @@ def undivided(
     """What a model's layers refuse: each size that another one has to divide and does not, by
     Megatron's names of both."""
     tensor = "tensor-model-parallel-size", parallel.tp
-    rows = [("seq-length", seq_length // parallel.cp, *tensor)] * parallel.sequence_parallel
+    rows: list[tuple[str, int, str, int]] = []
+    if parallel.sequence_parallel:
+        rows.append(("seq-length", seq_length // parallel.cp, *tensor))
     if parallel.stage_layers is None:
         chunks = "pipeline-model-parallel-size" + " x virtual stages" * (parallel.virtual > 1)
         rows.append(("num-layers", len(model.layers), chunks, parallel.pp * parallel.virtual))
