@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from megatron_asynchzp.comm.codes import TensorGrid
+from megatron_asynchzp.comm.codes import WeightGrid
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.activations import FP4_COPIES_NBYTES, FP8_COPIES_NBYTES
 from megatron_asynchzp.zero.unit import HZPUnit
 
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"
+_SIDE = 128  # of a block of Float8BlockScaling
 _ANSWERS = {
     "mxfp8": "is_mxfp8_available",
     "blockwise": "is_fp8_block_scaling_available",
@@ -96,18 +97,21 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer
     from transformer_engine.pytorch import fp8  # pyright: ignore[reportMissingImports]
 
-    def grid_of(recipe: Any) -> TensorGrid:
-        weight = recipe.fp8_quant_fwd_weight
-        return TensorGrid(weight.power_2_scale, weight.amax_epsilon)
+    def grid_of(recipe: Any) -> WeightGrid | None:
+        """None: weights have more scales than one for each code of theirs."""
+        is_blocked = recipe.float8_block_scaling() and recipe.w_block_scaling_dim == 2
+        if not (is_blocked or recipe.float8_current_scaling()):
+            return None
+        weight, side = recipe.fp8_quant_fwd_weight, _SIDE if is_blocked else None
+        return WeightGrid(weight.power_2_scale, weight.amax_epsilon, side)
 
     def is_computing() -> bool:
         state = fp8.FP8GlobalStateManager
-        if not state.is_fp8_enabled():
-            return False
-        recipe = state.get_fp8_recipe()
-        return recipe.float8_current_scaling() and grid_of(recipe) == grid
+        return state.is_fp8_enabled() and grid_of(state.get_fp8_recipe()) == grid
 
     grid = grid_of(get_fp8_recipe(config))
+    if grid is None:
+        return
     layers: list[Any] = [one for one in module.modules() if isinstance(one, BaseTransformerLayer)]
     weights = {
         param

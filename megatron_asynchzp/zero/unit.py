@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.comm.codes import CodedGather, TensorGrid
+from megatron_asynchzp.comm.codes import CodedGather, WeightGrid
 from megatron_asynchzp.comm.collectives import (
     AxisGroup,
     Steps,
@@ -264,7 +264,7 @@ class HZPUnit:
         return self.coded.steps(shard.storage, place, full, self.groups.unshard)
 
     def send_in_codes(
-        self, names: Collection[str], grid: TensorGrid, is_computing: Callable[[], bool]
+        self, names: Collection[str], grid: WeightGrid, is_computing: Callable[[], bool]
     ) -> None:
         """From here on let the parameters `names`, which layers read in FP8 on `grid` alone, travel
         to them as codes, where less travels then. is_computing: see CodedGather."""

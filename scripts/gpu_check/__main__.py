@@ -37,7 +37,8 @@ def parse_arguments(argv: Sequence[str], checks: Sequence[Check]) -> argparse.Na
         type=float,
         metavar="SECONDS",
         help="for all checks together; default: the sum of their own limits, which is at most 600 "
-        "for those that one GPU can run, and five times that on a CPU",
+        "for those that one GPU can run, 300 more for recipes of Transformer Engine, and five "
+        "times that on a CPU",
     )
     options = parser.parse_args(argv)
     chosen = names if options.only is None else options.only.split(",")

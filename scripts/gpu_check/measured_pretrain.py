@@ -5,8 +5,10 @@ unrounded numbers of each step to the folder of $GPU_CHECK_RECORDS.
 
 $GPU_CHECK_CONNECTIONS: hardware queues of this process, whatever Megatron asks for.
 $GPU_CHECK_DELAY_S: the longest time by which a launch of ours is late, drawn anew for each.
+$GPU_CHECK_PRELOAD: a module that is imported before Megatron is.
 """
 
+import importlib
 import json
 import os
 import random
@@ -109,6 +111,8 @@ class Recorder:
 def main(argv: list[str]) -> None:
     if connections := os.environ.get("GPU_CHECK_CONNECTIONS"):
         open_device(connections)
+    if preload := os.environ.get("GPU_CHECK_PRELOAD"):
+        importlib.import_module(preload)
     recorder = Recorder()
     prepare_process(argv)
     with ExitStack() as stack:

@@ -72,8 +72,10 @@ def training_flags(place: Place, steps: int, global_batch: int, *more: str) -> l
         "distributed-backend": "nccl" if place.is_cuda else "gloo",
     }
     has_te = place.is_cuda and find_spec("transformer_engine") is not None
+    has_apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    of_te = [] if has_apex else ["--no-gradient-accumulation-fusion"]
     size = shape_flags(shape.layers, shape.width, shape.sequence, shape.heads)
-    return [*size, *flags_of(values), "--mock-data", *([] if has_te else LOCAL), *more]
+    return [*size, *flags_of(values), "--mock-data", *(of_te if has_te else LOCAL), *more]
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,16 @@ def _parity(ranks: int) -> Check:
     return replace(one, name=f"parity_{ranks}", options=(ranks,))
 
 
-# The limits of what one GPU can run add up to ten minutes at most: a test holds them to it.
+def _recipe(name: str, number: int) -> Check:
+    """number: of low_precision.RECIPES, which this table does not import: it needs no torch."""
+    shows = f"the {name} recipe of Transformer Engine trains over shards as over stock's weights"
+    one = _check("low_precision", shows, 60.0, trains_megatron=True)
+    return replace(one, name=name, options=(number,))
+
+
+# The limits of what one GPU can run add up to ten minutes at most, and five more for the recipes,
+# which need Transformer Engine: a test holds them to it.
+RECIPE_NAMES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 # fmt: off
 CHECKS = (
     _check("loopback", "losses and gradients are bit for bit those of a plain process, whatever is "
@@ -94,6 +103,7 @@ CHECKS = (
     _check("endless", "a collective that never ends is one line and status 1", 60.0, on_cpu=True),
     _check("attention", "the PASA kernels are right, and how fast beside the others", 80.0,
            on_cpu=True, not_on_npus="Triton compiles its kernels for none"),
+    *(_recipe(name, number) for number, name in enumerate(RECIPE_NAMES)),
     _parity(2), _parity(4), _parity(8),
     _check("model_parallel", "TP2 x DP2 and PP2 x DP2 with random launch delays and 1, 8 and 32 "
            "connections", 900.0, gpus=4, trains_megatron=True),

@@ -4,6 +4,7 @@
 command knows nothing of the emulation."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +18,13 @@ from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.comm.task import Task
 from scripts.gpu_check import loopback, synchronisations
 from scripts.gpu_check.outcome import Place
-from scripts.gpu_check.table import CHECKS
+from scripts.gpu_check.table import CHECKS, RECIPE_NAMES
 from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.te.environment import te_folder
 from tests.support.selection import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_ONE = [check.name for check in CHECKS if check.gpus == 1]
+ON_ONE = [check.name for check in CHECKS if check.gpus == 1 and check.name not in RECIPE_NAMES]
 
 
 def run(folder: Path, num_devices: int, names: list[str], *laws: str) -> dict[str, dict]:
@@ -56,6 +58,23 @@ def test_every_check_passes_on_the_emulated_device(
     worlds: DeviceWorlds, tmp_path: Path, num_devices: int, names: list[str]
 ):
     rows = run(tmp_path, num_devices, names)
+    assert [row for row in rows.values() if row["status"] != "passed"] == []
+
+
+@pytest.mark.slow
+def test_each_recipe_has_a_check_that_passes_or_says_what_gpu_it_needs(
+    te_worlds: DeviceWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each with the parts of Transformer Engine that are not its kernels."""
+    paths = [str(te_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("GPU_CHECK_PRELOAD", "scripts.testbed.te.preload")
+    of_hopper = run(tmp_path, 1, [*RECIPE_NAMES])
+    skipped = {name: row["reason"] for name, row in of_hopper.items() if row["status"] != "passed"}
+    reason = "needs a GPU of compute capability 10.0, this one has 9.0"
+    assert skipped == {"mxfp8": reason, "nvfp4": reason}
+    monkeypatch.setenv("ASYNCHZP_DEVICE_MAJOR", "10")
+    rows = run(tmp_path, 2, ["tensorwise", "mxfp8", "nvfp4"])
     assert [row for row in rows.values() if row["status"] != "passed"] == []
 
 

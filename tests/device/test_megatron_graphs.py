@@ -181,7 +181,7 @@ def test_sharded_experts_within_a_graph_keep_their_bits(te_worlds: DeviceWorlds,
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"])
 def test_layers_that_compute_in_fp8_and_fp4_keep_their_bits(te_worlds: DeviceWorlds, recipe):
     """Gathered in FP8 where that changes no bit."""
-    codes = CODES if recipe == "tensorwise" else []
+    codes = CODES if recipe in ("tensorwise", "blockwise") else []
     compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe))
 
 
@@ -220,7 +220,7 @@ def test_megatrons_own_graphs_of_other_runs_keep_the_bits(te_worlds: DeviceWorld
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_megatrons_own_graphs_in_fp8_and_fp4_keep_the_bits(te_worlds: DeviceWorlds, recipe):
-    codes = CODES if recipe == "tensorwise" else []
+    codes = CODES if recipe in ("tensorwise", "blockwise") else []
     compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe), impl=OWN)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.comm import codes as codes_of
-from megatron_asynchzp.comm.codes import CodedGather, TensorGrid
+from megatron_asynchzp.comm.codes import CodedGather, WeightGrid
 from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.program import GATHER
@@ -20,7 +20,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.testbed.ranks import run_ranks
-from scripts.testbed.te.formats import Coded, Grid, decode, encode
+from scripts.testbed.te.formats import Coded, Grid, amax_of_blocks, decode, encode, spread
 from tests.support.engine import EngineTrainer, build_toy, shard_groups
 from tests.support.held_network import replace_default_group
 from tests.support.selection import slow_unless
@@ -28,14 +28,20 @@ from tests.support.selection import slow_unless
 E4M3 = torch.float8_e4m3fn
 
 
-GRIDS = [TensorGrid(), TensorGrid(is_power=True), TensorGrid(epsilon=1e-3)]
+GRIDS = [
+    WeightGrid(),
+    WeightGrid(is_power=True),
+    WeightGrid(epsilon=1e-3),
+    WeightGrid(is_power=True, side=16),
+    WeightGrid(side=16),
+]
 
 
-def on_grid(weight: torch.Tensor, of: TensorGrid = GRIDS[0]) -> tuple[Coded, torch.Tensor]:
+def on_grid(weight: torch.Tensor, of: WeightGrid = GRIDS[0]) -> tuple[Coded, torch.Tensor]:
     """What a layer makes of its weight: codes with a scale, and the values, fp32."""
-    grid = Grid(None, None, "power" if of.is_power else "fp32")
-    coded = encode(weight.reshape(1, -1), grid, E4M3, of.epsilon)
-    return coded, decode(coded, grid, E4M3).view(weight.shape)
+    grid = Grid(of.side, of.side, "power" if of.is_power else "fp32")
+    coded = encode(weight, grid, E4M3, of.epsilon)
+    return coded, decode(coded, grid, E4M3)
 
 
 # ---- what arrives
@@ -90,7 +96,10 @@ def check_what_arrives(sizes: tuple, seeds: range) -> float:
                 if index not in coded:
                     assert torch.equal(found.view(torch.int16), weight.view(torch.int16))
                 elif not weight.isfinite().all():
-                    assert found.isnan().all()
+                    blocks = Grid(grid.side, grid.side)
+                    is_odd = ~amax_of_blocks(weight, blocks).isfinite()
+                    assert found[spread(is_odd, blocks, weight.shape)].isnan().all()
+                    assert found[~spread(is_odd, blocks, weight.shape)].isfinite().all()
                 else:
                     (codes, values), (theirs, expected) = (
                         on_grid(one, grid) for one in (found, weight)
@@ -121,7 +130,7 @@ def test_the_planner_counts_the_bytes_of_a_layer_within_one_percent():
     ]
     layout = FlatLayout.build(shapes, 4)
     coded = [index for index, (_, shape) in enumerate(shapes) if len(shape) == 2]
-    gather = CodedGather(layout, 4, coded, TensorGrid(), lambda: True)
+    gather = CodedGather(layout, 4, coded, WeightGrid(), lambda: True)
     in_codes = sum(shapes[index][1][0] * shapes[index][1][1] for index in coded)
     group = Group(4, ShardSizes(4, 4, 4))
     agreed, planned = unit_collectives(GATHER, layout.padded_numel, 2, group, in_codes)
@@ -165,7 +174,7 @@ def trained(sizes: tuple, kind: str, in_codes: bool) -> tuple[list[float], dict,
     state = SimpleNamespace(is_fp8=True)
     for unit in trainer.runtime.units if in_codes else ():
         names = [name for name in unit.param_names if "up.weight" in name or "down.weight" in name]
-        unit.send_in_codes(names, TensorGrid(), lambda: state.is_fp8)
+        unit.send_in_codes(names, WeightGrid(), lambda: state.is_fp8)
     network.take_journal()
     losses = [trainer.step(step, 2) for step in range(3)]
     trainer.runtime.settle()

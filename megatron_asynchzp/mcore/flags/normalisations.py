@@ -25,9 +25,9 @@ def can_fuse_grads() -> bool:
 
 
 def can_send_codes(args: Namespace) -> bool:
-    """Whether gathers in FP8 leave every bit as it is: each weight has one scale, which follows
-    from it (tensorwise), and backward computes with the same codes as forward."""
-    if not (args.fp8 and args.bf16 and args.fp8_recipe == "tensorwise"):
+    """Whether gathers in FP8 leave every bit as it is: each weight, or each block of 128 x 128,
+    has one scale, which follows from it, and backward computes with the same codes as forward."""
+    if not (args.fp8 and args.bf16 and args.fp8_recipe in ("tensorwise", "blockwise")):
         return False
     return args.te_precision_config_file is None and not os.getenv("NVTE_BACKWARD_OVERRIDE")
 

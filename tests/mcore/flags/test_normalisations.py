@@ -113,11 +113,12 @@ _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
     "line, said, is_lost",
     [
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "codes", False),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "codes", False),
         ("--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather", "1", True),
         (_REUSED, "as in stock Megatron 2 bytes a parameter travel", False),
         (_MXFP8, "2 bytes each instead of 1", True),
         (f"{_REUSED} --use-megatron-fsdp", "2 bytes each instead of 1", True),
-        (_REUSED.replace("mxfp8 ", "blockwise ", 1), "2 bytes each instead of 1", True),
+        (_REUSED.replace("mxfp8 ", "delayed ", 1), "2 bytes each instead of 1", True),
     ],
 )
 def test_what_becomes_of_gathers_in_fp8_depends_on_what_stock_gathers(parse, line, said, is_lost):

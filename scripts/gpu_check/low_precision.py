@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Check: Transformer Engine's layers compute in FP8 or FP4 over sharded parameters as over stock's.
+
+What only a GPU shows: that the real kernels make the same codes of a weight whenever it is
+gathered, in forward and again in backward, and, with two GPUs, of one that travelled as codes; and
+what a step costs beside stock's, which keeps its codes. The stand-in on a CPU has the grid of each
+format, but computes products in fp32 and runs no kernel.
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
+from scripts.gpu_check.outcome import CheckSkipped, Place
+from scripts.testbed.megatron_flags import shape_flags, size_flags
+
+STEPS, MICRO_BATCHES = 12, 2
+# One update moves a weight by a step of its grid or by none.
+TOLERANCE, FIRST_LOSS_TOLERANCE = 2e-2, 1e-5
+_RUN_LIMIT_S = 120.0
+_LIKE_ON_ALL_DEVICES = ("--bf16", "--attention-backend", "unfused", "--no-bias-swiglu-fusion")
+
+
+class Recipe(NamedTuple):
+    """flags: of Megatron; capability: the least of a GPU that computes it; own: further flags for
+    ours, which leave every bit as it is."""
+
+    flags: tuple[str, ...]
+    capability: tuple[int, int]
+    own: tuple[str, ...] = ()
+
+
+# fmt: off
+RECIPES = {
+    "tensorwise": Recipe(("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"), (8, 9),
+                         ("--fp8-param-gather",)),
+    "delayed": Recipe(("--fp8-format", "hybrid", "--fp8-recipe", "delayed",
+                       "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"), (8, 9)),
+    "blockwise": Recipe(("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"), (9, 0)),
+    "mxfp8": Recipe(("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"), (10, 0)),
+    "nvfp4": Recipe(("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"), (10, 0)),
+}
+# fmt: on
+
+
+def run(place: Place, number: int) -> dict[str, Any]:
+    """number: of the recipe."""
+    name, recipe = list(RECIPES.items())[number]
+    _need(recipe.capability)
+    ranks = min(2, place.num_gpus)
+    # Layers whose sides are multiples of the largest block.
+    wide = [] if place.is_large else shape_flags(layers=2, hidden=128, seq_length=128)
+    base = training_flags(
+        place, STEPS, MICRO_BATCHES * ranks, *recipe.flags, *wide, *_LIKE_ON_ALL_DEVICES
+    )
+    own = [*base, *recipe.own, *size_flags((ranks, ranks, ranks))]
+    stock = run_pretrain(place, f"{name}_stock", ranks, base, _RUN_LIMIT_S)
+    ours = run_pretrain(place, f"{name}_ours", ranks, own, _RUN_LIMIT_S)
+    first = require_equal("first loss", ours.losses[:1], stock.losses[:1], FIRST_LOSS_TOLERANCE)
+    return {
+        "ranks": ranks,
+        "first loss apart": first,
+        "losses apart": require_equal("losses", ours.losses, stock.losses, TOLERANCE),
+        "stock step ms": 1e3 * stock.step_s,
+        "step ratio": ours.step_s / stock.step_s,
+    }
+
+
+def _need(least: tuple[int, int]) -> None:
+    if find_spec("transformer_engine") is None:
+        raise CheckSkipped('needs Transformer Engine: pip install "transformer_engine[pytorch]"')
+    import torch
+
+    found = torch.cuda.get_device_capability()
+    if found < least:
+        wanted, there = (".".join(map(str, one)) for one in (least, found))
+        raise CheckSkipped(f"needs a GPU of compute capability {wanted}, this one has {there}")
