@@ -4,7 +4,8 @@
 to the device to be updated and go back.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,20 @@ class _UnitStates:
                 own[key] = self.on_host[kind][part]
             if _MAIN in self.there:
                 param.data = at_rest
+
+    def point_to_host(self) -> None:
+        """Let parameters be on the host, without values, so that states are made there."""
+        for param in self.params:
+            param.data = torch.empty(param.shape, dtype=param.dtype)
+
+    def leave_host(self, states: _States) -> None:
+        """Undo that; states of one value, which are not held, go to the device."""
+        for param, at_rest in zip(self.params, self._at_rest, strict=True):
+            param.data = at_rest
+            own = states.get(param, {})
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    own[key] = value.to(at_rest.device)
 
     def await_stored(self) -> None:
         """Hold the host until what is on the host is that of the last update."""
@@ -258,6 +273,16 @@ class HostStates:
         for held in self._held:
             held.point_back(self._optimizer.state)
         self._make_room()
+
+    @contextmanager
+    def making_states(self) -> Generator[None]:
+        """Around the making of states that there are not yet, which are made on the host."""
+        for held in self._held:
+            held.point_to_host()
+        yield
+        for held in self._held:
+            held.leave_host(self._optimizer.state)
+        self.take_over()
 
     def settle(self) -> None:
         """Hold the host until the states are there, and may be read and written."""

@@ -40,12 +40,16 @@ def build_early_update(
         for chunk in chunks
         for unit in chunk.units
         if (params := params_of.get(unit)) is not None
+        and not unit.is_on_host
         and not has_late_grads(
             unit, chunk.tp_group.size(), chunk.pp_group.size(), chunk.config.qk_layernorm
         )
     }
     if reason is None and not early:
-        reason = "Megatron changes gradients of every unit when backward is over"
+        reason = (
+            "Megatron changes gradients of every unit when backward is over, or its optimizer "
+            "states are on the host (--optimizer-cpu-offload)"
+        )
     if reason is None:
         is_forced = schedule.early_update == "on"
         return EarlyUpdate(optimizers[0], early, is_forced, inverse_scale=inverse_scale)

@@ -5,6 +5,7 @@ inner step and what follows it.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, override
 
 import torch
@@ -25,6 +26,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_asynchzp.at_rest.host_states import HostStates
 from megatron_asynchzp.at_rest.sleep import Sleeper
 from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.timeline import profiler_range
@@ -88,8 +90,11 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._early = build_early_update(
             self.model_chunks, optimizers, parameters.by_unit, self._inverse_scale
         )
-        self._may_stand = False  # what was sent before this step's update
         runtimes = [chunk.runtime for chunk in self.model_chunks]
+        self._host_states: HostStates | None = None
+        if any(unit.is_on_host for unit in parameters.by_unit):
+            self._host_states = HostStates(runtimes, optimizers[0], parameters.by_unit)
+        self._may_stand = False  # what was sent before this step's update
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
             chunk.runtime.early = self._early
@@ -181,6 +186,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
                 self._skip_update()
                 return False, grad_norm, num_zeros
             self._may_stand = not self._is_clipped(grad_norm)
+            if self._host_states is not None:
+                self._host_states.update()
             return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _is_clipped(self, grad_norm: float) -> bool:
@@ -250,6 +257,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         if is_loading:
             runtime.refuse_sleep()
         if not runtime.is_asleep:
+            runtime.settle()
             self._init_state()
         if is_loading:
             return self._checkpoint.sharded_state_dict(is_loading, metadata)
@@ -261,16 +269,18 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         """What a first step would find, where there was none: to be read into, or to be written
         where fp16 has skipped all steps so far. (Megatron makes no momentum for SGD and no count
         of steps for torch's Adam.)"""
-        if self.init_state_fn is not None:
-            self.init_state_fn(self.optimizer, self.config)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    state = self.optimizer.state[param]
-                    if group.get("momentum") and "momentum_buffer" not in state:
-                        state["momentum_buffer"] = torch.zeros_like(param)
-                    if isinstance(optimizer, TORCHS_ADAM) and "step" not in state:
-                        state["step"] = torch.tensor(0.0, device=param.device)
+        on_host = nullcontext() if self._host_states is None else self._host_states.making_states()
+        with on_host:
+            if self.init_state_fn is not None:
+                self.init_state_fn(self.optimizer, self.config)
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        state = self.optimizer.state[param]
+                        if group.get("momentum") and "momentum_buffer" not in state:
+                            state["momentum_buffer"] = torch.zeros_like(param)
+                        if isinstance(optimizer, TORCHS_ADAM) and "step" not in state:
+                            state["step"] = torch.tensor(0.0, device=param.device)
 
     @override
     def load_state_dict(self, state_dict: dict) -> None:

@@ -18,6 +18,7 @@ from megatron_asynchzp.mcore.flags.asynchzp import (
     resolve_main_grad_dtype,
     resolve_schedule,
 )
+from megatron_asynchzp.mcore.flags.offloading import offload_of
 from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -85,6 +86,7 @@ def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
         has_loss_scale=args.fp16,
         seated=_seated_kinds(args),
         main_grad=resolve_main_grad_dtype(args).itemsize,
+        offload=offload_of(args),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
-from megatron_asynchzp.planner.memory import MomentBytes, state_nbytes
+from megatron_asynchzp.planner.memory import MomentBytes, state_nbytes, total_nbytes
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -29,27 +29,33 @@ def state_nbytes_by_formula(
 
     with_padding: N is what the unit's flat buffer takes, which is more than its parameters.
     """
-    total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
+    of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
         sizes, layout = unit.groups.topology.sizes, unit.layout
         numel = layout.padded_numel if with_padding else layout.numel
         mean, main_grad = mean_moment_nbytes(unit, moments), unit.groups.main_grad_dtype.itemsize
         found = state_nbytes(numel, unit.dtype.itemsize, sizes, mean, main_grad)
-        for state, nbytes in found.items():
-            total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
-    return total
+        if not unit.is_trained:
+            found |= dict.fromkeys(found.keys() - {"model_param"}, 0.0)
+        of_units.append((found, unit.is_on_host))
+    return total_nbytes(of_units)
 
 
 def state_nbytes_allocated(
     units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
 ) -> dict[str, int]:
     """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
-    total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
+    of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
-        for state, nbytes in unit.state_nbytes().items():
-            total[state] += nbytes
-        if unit.is_trained:
+        found = {**unit.state_nbytes(), "optimizer_moments": 0}
+        if unit.is_on_host:
+            # In the room for their update there is a place for each element, padding included.
+            numel = unit.optim_range.numel
+            found["main_param"] = unit.main_param.nbytes if unit.is_main_param_away else 0
+            found["optimizer_moments"] = round(mean_moment_nbytes(unit, moments) * numel)
+        elif unit.is_trained:
             for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
                 of_param = moments.mean(1, matrix_numel([param]) > 0)
-                total["optimizer_moments"] += round(of_param) * fragment.numel()
-    return total
+                found["optimizer_moments"] += round(of_param) * fragment.numel()
+        of_units.append(({state: float(n) for state, n in found.items()}, unit.is_on_host))
+    return {state: round(nbytes) for state, nbytes in total_nbytes(of_units).items()}

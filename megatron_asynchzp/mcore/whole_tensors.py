@@ -29,6 +29,9 @@ def norm_of_params(runtimes: Sequence[HZPRuntime], in_model_dtype: bool) -> floa
     tp_group = parallel_state.get_tensor_model_parallel_group()
     expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
     squares: list[torch.Tensor] = []
+    for runtime in runtimes:
+        if runtime.host_states is not None:
+            runtime.host_states.settle()
     for unit in (unit for runtime in runtimes for unit in runtime.units):
         if unit.groups.topology.replica_index:
             continue
@@ -46,7 +49,7 @@ def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
     if not unit.is_trained:
         return unit.model_param.sub_buffer(unit.optim_range).fragment_views()
     # Not from model_param, which the lanes may be rebuilding: rounding gives the same numbers.
-    fragments = unit.main_param_fragments()
+    fragments = [values.to(unit.device) for values in unit.main_param_fragments()]
     return [values.to(unit.dtype) for values in fragments] if in_model_dtype else fragments
 
 

@@ -4,7 +4,6 @@
 flight and for a while.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,11 +12,18 @@ from typing import Any
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Setting
 from megatron_asynchzp.planner.cluster import MIB, Cluster
-from megatron_asynchzp.planner.memory import Copies, Memory, stage_activations, state_nbytes
+from megatron_asynchzp.planner.memory import (
+    Copies,
+    Memory,
+    stage_activations,
+    state_nbytes,
+    total_nbytes,
+)
 from megatron_asynchzp.planner.model import GroupKey, Model, Unit
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.traffic import Group, grad_piece_numels
 from megatron_asynchzp.sharding.backward_room import OuterTraffic, preview_nbytes
+from megatron_asynchzp.sharding.host_room import num_on_host
 from megatron_asynchzp.sharding.in_flight import (
     FP32_NBYTES,
     MemoryInFlight,
@@ -157,7 +163,9 @@ class Held:
         ConfigurationError for a budget of memory in flight below what one layer needs."""
         plan, schedule = self.plan, self.plan.schedule
         key = (plan.parallel, plan.sizes, plan.expert_sizes, stage)
-        at_rest, whole = self._once(("states", *key, plan.moments), lambda: self._states(stage))
+        at_rest, whole, away = self._once(
+            ("states", *key, plan.moments, plan.offload), lambda: self._states(stage)
+        )
         flying = self._once(("flying", *key, plan.wire, schedule), lambda: self.in_flight_of(stage))
         key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
         kept = self._once(key, lambda: stage_activations(self.setting, stage))
@@ -175,6 +183,7 @@ class Held:
             preview,
             self.setting.kernels.copies_nbytes * quantised,
             self._buffers_nbytes(),
+            away,
         )
 
     def _buffers_nbytes(self) -> float:
@@ -205,29 +214,36 @@ class Held:
         shard = padded / sizes.param if self.model.itemsize == FP32_NBYTES else 0.0
         return preview_nbytes(padded / sizes.optim, moments, self.plan.has_loss_scale, shard)
 
-    def _states(self, stage: int) -> tuple[dict[str, float], int]:
-        """By state, and the bytes of the largest unit, whole."""
+    def _states(self, stage: int) -> tuple[dict[str, float], int, float]:
+        """By state, the bytes of the largest unit, whole, and main parameters on the host."""
         units = [unit for unit in self.units[stage] if unit.numel]
         largest = max(map(self.padded, units), default=0)
-        return self._states_of(units, self.padded), self.model.itemsize * largest
+        found = self._states_of(units, self.padded)
+        away = sum(states["main_param"] for states, is_on_host in found if is_on_host)
+        return total_nbytes(found), self.model.itemsize * largest, away
 
     def states_by_formula(self, stage: int) -> dict[str, float]:
         """At rest on a rank of pipeline stage `stage`, without padding."""
         units = [unit for unit in self.units[stage] if unit.numel]
-        return self._states_of(units, lambda unit: unit.numel)
+        return total_nbytes(self._states_of(units, lambda unit: unit.numel))
 
     def _states_of(
         self, units: Sequence[Unit], numel_of: Callable[[Unit], int]
-    ) -> dict[str, float]:
-        total: dict[str, float] = defaultdict(float)
+    ) -> list[tuple[dict[str, float], bool]]:
+        """Of each unit, and whether its optimizer states are on the host."""
+        trained = [unit for unit in units if unit.is_trained]
+        numels = [self.padded(unit) // self.groups[unit.group].sizes.optim for unit in trained]
+        on_host = trained[: num_on_host(numels, self.plan.offload)]
+        total: list[tuple[dict[str, float], bool]] = []
         for unit in units:
             moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
             sizes = self.groups[unit.group].sizes
             itemsize, main_grad = self.model.itemsize, self.plan.main_grad
             found = state_nbytes(numel_of(unit), itemsize, sizes, moments, main_grad)
-            for state, nbytes in found.items():
-                total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
-        return dict(total)
+            if not unit.is_trained:
+                found |= dict.fromkeys(found.keys() - {"model_param"}, 0.0)
+            total.append((found, any(unit is one for one in on_host)))
+        return total
 
     @property
     def saved_nbytes(self) -> float:

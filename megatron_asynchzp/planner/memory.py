@@ -5,18 +5,21 @@ while it starts and while it trains. Must not import Megatron or torch.distribut
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_asynchzp.planner import activations
 from megatron_asynchzp.planner.activations import Setting
 from megatron_asynchzp.planner.model import Layer, chunk_layers
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.host_room import room_nbytes
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 _FP32 = 4
 _MOMENTS = "optimizer_moments"
+_MAIN = "main_param"
+_ROOM = "update_room"
 
 
 # ---- at rest
@@ -38,9 +41,23 @@ def state_nbytes(
     return {
         "model_param": numel * itemsize / sizes.param,
         "main_grad": main_grad * numel / sizes.grad,
-        "main_param": 0.0 if itemsize == _FP32 else _FP32 * numel / sizes.optim,
+        _MAIN: 0.0 if itemsize == _FP32 else _FP32 * numel / sizes.optim,
         _MOMENTS: moments * numel / sizes.optim,
     }
+
+
+def total_nbytes(units: Iterable[tuple[Mapping[str, float], bool]]) -> dict[str, float]:
+    """On the device, by state. units: bytes of each by state, and whether its optimizer states are
+    on the host; then their update takes room."""
+    total, moved = Counter[str](), list[float]()
+    for found, is_on_host in units:
+        away = (_MAIN, _MOMENTS) if is_on_host else ()
+        moved.append(sum(found[state] for state in away))
+        for state, nbytes in found.items():
+            total[state] += 0 if state in away else nbytes  # pyright: ignore[reportArgumentType]
+    if any(moved):
+        total[_ROOM] += room_nbytes(moved)  # pyright: ignore[reportArgumentType]
+    return dict(total)
 
 
 @dataclass(frozen=True)
@@ -203,6 +220,7 @@ class Memory:
     copied_params, copied_grads: what a backend copies at most while it gathers and while it reduces
         (gloo: a unit, a piece).
     copies_beside: whether that happens beside the computation, at any time.
+    away: main parameters that are on the host from the first update on, and on the device before.
     """
 
     at_rest: Mapping[str, float]
@@ -213,6 +231,7 @@ class Memory:
     copied_grads: float = 0.0
     own_grads: float | None = None
     copies_beside: bool = False
+    away: float = 0.0
 
     @classmethod
     def of_rank(
@@ -226,12 +245,14 @@ class Memory:
         preview: float = 0.0,
         quantised: float = 0.0,
         buffers: float = 0.0,
+        away: float = 0.0,
     ) -> "Memory":
         """in_flight: of each model chunk.
         copies: on a CPU.
         preview: of an update that is computed ahead.
         quantised: copies of weights.
         buffers: of communicators.
+        away: see Memory.
         """
         total = Counter[str]()
         for chunk in in_flight:
@@ -252,6 +273,7 @@ class Memory:
             copied_grads=more.grads,
             own_grads=max(chunk.own_grads for chunk in in_flight) + more.casts,
             copies_beside=copies is not None and not schedule.is_inline,
+            away=away,
         )
 
     @property
@@ -265,7 +287,8 @@ class Memory:
     @property
     def start(self) -> float:
         """The peak until the first step: moments come with the first update."""
-        return self.states - self.at_rest[_MOMENTS] + self.flying + self.whole_unit
+        later = self.at_rest[_MOMENTS] + self.at_rest.get(_ROOM, 0.0)
+        return self.states - later + self.away + self.flying + self.whole_unit
 
     @property
     def working(self) -> float:

@@ -27,6 +27,7 @@ class Plan:
     has_loss_scale: whether gradients carry one, as in fp16.
     seated: kinds of units that CUDA graphs read, which then have seats.
     main_grad: bytes of an element of main gradients.
+    offload: the part of the optimizer states that is on the host.
     """
 
     sizes: ShardSizes
@@ -43,3 +44,4 @@ class Plan:
     is_on_cpu: bool = False
     seated: tuple[str, ...] = ()
     main_grad: int = FP32_NBYTES
+    offload: float = 0.0

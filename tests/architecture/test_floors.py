@@ -24,7 +24,7 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 795,
+    "at_rest": 815,
     "attention": 2605,
     "checkpoint_files": 1600,
     "comm": 2403,
@@ -33,8 +33,8 @@ BUDGETS = {
     "failure": 900,
     "hf": 2830,
     "library": 2745,
-    "mcore": 9697,
-    "planner": 4221,
+    "mcore": 9805,
+    "planner": 4262,
     "sharding": 1808,
     "zero": 4632,
     "beside the rooms": 1010,

@@ -44,8 +44,9 @@ COMMANDS = {
     EXPERTS + "--overlap-moe-expert-parallel-comm --bf16 --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1": "yes!",
     "--freeze-all-layers --use-distributed-optimizer": "no",
-    "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer": "no",
-    "--optimizer-cpu-offload --main-grads-dtype bf16 --qk-clip": "no",
+    "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer": "yes",
+    "--optimizer-cpu-offload --no-pin-cpu-params": "no",
+    "--freeze-all-layers --main-grads-dtype bf16 --qk-clip": "no",
     "--pipeline-model-parallel-size 3": "no",
     "--global-batch-size 9": "no",
     "--num-layrs 2": "no",
@@ -126,10 +127,10 @@ def test_what_megatron_asks_of_the_environment_is_named_and_judged_as_if_it_were
 
 
 def test_every_refusal_is_named_and_the_rest_is_judged_without_them(run):
-    flags = "--optimizer-cpu-offload --qk-clip --use-distributed-optimizer --use-nccl-ub"
+    flags = "--freeze-all-layers --qk-clip --use-distributed-optimizer --use-nccl-ub"
     status, out, _ = run("--", *launch_words(flags))
     assert status == migrate.EXIT_REFUSED
-    assert {line.split()[0] for line in refused(out)} == {"--optimizer-cpu-offload", "--qk-clip"}
+    assert {line.split()[0] for line in refused(out)} == {"--freeze-all-layers", "--qk-clip"}
     assert "Switched off" in out and "Without what is refused: " in out
     assert "yours (distributed optimizer)  1, 1, 4" in out
 
@@ -201,10 +202,10 @@ RUN = f"torchrun --nproc_per_node 4 {SCRIPT}"
 SCRIPTS = {
     "arrays": f"A=({MODEL}\n --qk-clip # no\n)\nA+=(--use-distributed-optimizer)\n"
     f'{RUN} "${{A[@]}}"',
-    "text of one line": f'A="{MODEL} --optimizer-cpu-offload"\n{RUN} $A  # no',
+    "text of one line": f'A="{MODEL} --freeze-all-layers"\n{RUN} $A  # no',
     "text of many lines": f'A="\n  {MODEL} \\\n --use-distributed-optimizer \\\n"\n{RUN} ${{A}}',
     "command in a text": f'A="{MODEL} --qk-clip"\nB="{RUN} $A"  # no\nsrun -l bash -c "$B"',
-    "eval": f'A="{MODEL}"\neval "{RUN} $A --optimizer-cpu-offload"  # no',
+    "eval": f'A="{MODEL}"\neval "{RUN} $A --freeze-all-layers"  # no',
     "exec": f"export TP=${{TP:-4}} PP=3\nexec {RUN} {MODEL} --tensor-model-parallel-size=$TP",
     "function": f'train() {{\n  local A="{MODEL}"\n  {RUN} $A --global-batch-size=$((3 * 3))\n}}'
     "\ntrain  # no",
@@ -256,7 +257,7 @@ def test_settings_in_yaml_are_switches_in_any_spelling_and_the_rest_is_named(run
     lines = ["lr: 1e-3", "micro_batch_size: 1", "max_position_embeddings: 32", "num_layers: 2"]
     lines += ["hidden-size: 64", "num_attention_heads: 4", "seq_length: 32", "swiglu: 'False'"]
     path = tmp_path / "settings.yaml"
-    for switch in ("optimizer_cpu_offload: 1", "optimizer_cpu_offload: 'True'", "qk-clip: on"):
+    for switch in ("freeze_all_layers: 1", "freeze_all_layers: 'True'", "qk-clip: on"):
         path.write_text("\n".join([*lines, switch, "bf16: 'true'", "add_bias_linear: 0"]))
         status, out, _ = run(str(path))
         flag = "--" + switch.partition(":")[0].replace("_", "-")

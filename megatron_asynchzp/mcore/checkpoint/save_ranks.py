@@ -72,8 +72,11 @@ def spread(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
     """Give what the first replica of a unit holds to the others, which hold the same elements.
     Collective over them."""
     for tensor in tensors:
+        on_device = tensor.to(unit.device)  # from the host, where it is held there
         for axis in unit.groups.replica_sync:
-            dist.broadcast(tensor, axis.ranks[0], axis.group)
+            dist.broadcast(on_device, axis.ranks[0], axis.group)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
 
 
 def is_saved_shared() -> bool:

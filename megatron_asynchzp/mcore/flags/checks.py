@@ -20,6 +20,7 @@ from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
 from megatron_asynchzp.mcore.flags.normalisations import normalize_args, refuse_changes
+from megatron_asynchzp.mcore.flags.offloading import take_offload
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -52,7 +53,7 @@ def prepare_args(args: Namespace) -> list[str]:
     refuse_missing_data(args)
     refuse_useless_saves(args)
     refuse_missing_muon(args)
-    lines = take_moment_dtypes(args)
+    lines = take_moment_dtypes(args) + take_offload(args)
     lines += take_translated(args, sizes, group_size)
     is_chosen_later = bool(automatic_states(args))
     lines += [] if is_chosen_later else describe_cuts(sizes, group_size)

@@ -145,6 +145,20 @@ def _own_graphs(example: str, is_asked: Callable[[Namespace], Any], condition: s
     return Refusal(f"--cuda-graph-impl local {example}", is_beside, condition)
 
 
+def _offloads(args: Namespace) -> bool:
+    """Whether optimizer states are on the host, before and after `take_offload`."""
+    return bool(args.optimizer_cpu_offload or getattr(args, "asynchzp_offload", 0))
+
+
+def _offloading(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
+    """Refused beside optimizer states on the host where `is_asked` is true."""
+
+    def is_beside(args: Namespace) -> bool:
+        return _offloads(args) and bool(is_asked(args))
+
+    return Refusal(f"--optimizer-cpu-offload {example}", is_beside, condition)
+
+
 def captures_layers(args: Namespace) -> bool:
     """Whether single layers are captured."""
     is_old_name = getattr(args, "external_cuda_graph", False)
@@ -286,7 +300,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",
         "use --optimizer adam, sgd or muon alone",
         other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),
-        "--optimizer-cpu-offload",
+    ),
+    *because(
+        "the states of Muon belong to whole matrices, and are not updated unit by unit",
+        "use --optimizer adam or sgd, or drop --optimizer-cpu-offload",
+        _offloading("--optimizer muon", lambda args: "muon" in args.optimizer, "with muon"),
+    ),
+    *because(
+        "copies run beside updates, for which both ends have to be pinned",
+        "drop the flag, or --optimizer-cpu-offload",
+        Refusal(
+            "--no-pin-cpu-params --optimizer-cpu-offload",
+            lambda args: _offloads(args) and not args.pin_cpu_params,
+            "with --optimizer-cpu-offload",
+        ),
     ),
     *because(
         "Megatron has no gradient scaler for it",

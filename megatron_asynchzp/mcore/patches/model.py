@@ -132,10 +132,12 @@ def _capture(model_chunks: Sequence) -> None:
 
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
+    from megatron_asynchzp.at_rest.host_states import move_to_host
     from megatron_asynchzp.device import device_of
     from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
     from megatron_asynchzp.mcore.construction import current_construction
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.flags.offloading import offload_of
     from megatron_asynchzp.mcore.settings import Settings
 
     pg_collection = pg_collection or _process_groups()
@@ -146,6 +148,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     # memory of the default stream: freed while another one still copies them they could be reused.
     with device_of(next(model_chunks[0].parameters())).on_default_stream():
         chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
+        move_to_host([chunk.runtime for chunk in chunks], offload_of(args))
     if args.asynchzp_save_trained_only:
         from megatron_asynchzp.mcore.data_parallel import refuse_all_trained
 

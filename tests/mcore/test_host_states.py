@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""--optimizer-cpu-offload changes no bit of a Megatron run, of what it saves, or of a run that goes
+on from there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
+from tests.mcore.test_parity import FP16_OVERFLOW
+from tests.mcore.test_sleep import INTERLEAVED, Run
+from tests.support.selection import slow_unless
+from tests.support.world import on_ranks
+
+OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction")
+BF16_MOMENTS = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")
+HYBRID = ("--overlap-cpu-optimizer-d2h-h2d", "--use-torch-optimizer-for-cpu-offload")
+# fmt: off
+LAYOUTS = {
+    "data": (2, ("--bf16", *HYBRID, "--clip-grad", "0.5"), (1, 2, 2)),
+    "moments": (2, ("--bf16", "--use-precision-aware-optimizer", *BF16_MOMENTS), (2, 2, 2)),
+    "fp32": (2, ("--asynchzp-early-update", "off"), (1, 2, 2)),
+    "overflow": (2, FP16_OVERFLOW, (2, 2, 2)),
+    "sgd": (2, ("--bf16", "--optimizer", "sgd"), (1, 1, 1)),
+    "tensor": (4, ("--bf16", *TENSOR_PARALLEL), (2, 2, 2)),
+    "interleaved": (4, ("--bf16", *INTERLEAVED), (1, 2, 2)),
+    "experts": (2, ("--bf16", *MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"), (1, 2, 2)),
+}
+# fmt: on
+
+
+def held_of(chunks: Any, optimizer: Any) -> list[Any]:
+    """All weights, main parameters and states of this rank."""
+    units = [unit for chunk in chunks for unit in chunk.units]
+    held = [one.storage for unit in units for one in (unit.model_param, unit.main_param)]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [optimizer.state[param] for param in params]
+    held += [state[key] for state in states for key in sorted(state) if key != "step"]
+    return [one.tolist() for one in held]
+
+
+def refuse_other_bytes(chunks: Any) -> None:
+    """The start table and the planner count what is on the device, room for updates included."""
+    from megatron.training import get_args
+
+    from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes
+    from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated
+
+    args: Any = get_args()
+    units = [unit for chunk in chunks for unit in chunk.units]
+    counted = state_nbytes_allocated(units, moments_nbytes(args))
+    planned = costing_of(args).stage_memory(
+        args.rank // (args.world_size // args.pipeline_model_parallel_size)
+    )
+    held = (
+        sum(one.memory.numel() for one in chunks[0].runtime.host_states._places)
+        if num_on_host(chunks)
+        else 0
+    )
+    assert counted.get("update_room", 0) == pytest.approx(held, rel=0.01)
+    for state in ("main_param", "update_room"):
+        assert planned.at_rest.get(state, 0) == counted.get(state, 0), state
+
+
+def num_on_host(chunks: Any) -> int:
+    return sum(unit.is_on_host for chunk in chunks for unit in chunk.units)
+
+
+def compare(argv: list[str], fractions: list[str]) -> list[tuple[int, Any]]:
+    found = []
+    for fraction in fractions:
+        offload = [*OFFLOAD, fraction] if fraction else []
+        nums: list[int] = []
+
+        def look(chunks: Any, optimizer: Any, nums: list[int] = nums) -> Any:
+            nums.append(num_on_host(chunks))
+            for chunk in chunks:
+                chunk.runtime.settle()
+            refuse_other_bytes(chunks)
+            return held_of(chunks, optimizer)
+
+        run = run_pretrain([*argv, "--log-params-norm", *offload], inspect=look)
+        found.append((nums[0], (run.losses_and_norms, run.params_norms, run.inspected)))
+    return found
+
+
+@pytest.mark.parametrize("name", [slow_unless(one == "data", one) for one in LAYOUTS])
+def test_losses_norms_and_all_that_is_held_are_those_of_a_run_without_it(name: str):
+    world_size, flags, sizes = LAYOUTS[name]
+    argv = gpt_args("--train-iters", "4", *size_flags(sizes), *flags)
+    for (none, expected), *found in on_ranks(compare, world_size, argv, ["", "0.5", "1.0"]):
+        nums = [num for num, _ in found]
+        assert none == 0 < nums[0] <= nums[1]
+        assert [seen for _, seen in found] == [expected] * 2
+
+
+def save_and_resume(argv: list[str], folder: str) -> list[bool]:
+    """Saved with it, asleep or awake, and gone on from with it and without."""
+    from megatron.training.checkpointing import save_checkpoint
+
+    def save(step: int, chunks: Any, optimizer: Any, scheduler: Any) -> None:
+        if step in (2, 3):
+            if step == 3:
+                optimizer.sleep(2)
+            save_checkpoint(step - 1, chunks, optimizer, scheduler, 0)
+            if step == 3:
+                optimizer.wake()
+
+    def steps(begin: Callable[..., None], *more: str) -> Any:
+        return Run(begin).steps([*argv, "--ckpt-format", "torch_dist", *more])
+
+    def nothing(*_: Any) -> None:
+        return
+
+    whole, offload = steps(nothing), (*OFFLOAD, "0.6")
+    same = [steps(save, *offload, "--save", folder, "--save-interval", "100") == whole]
+    for step in ("1", "2"):
+        for flags in (offload, ()):
+            resumed = steps(nothing, *flags, "--load", folder, "--ckpt-step", step)
+            same.append(resumed == whole[int(step) :])
+    return same
+
+
+def test_a_checkpoint_of_such_a_run_goes_on_bit_for_bit_with_it_and_without(tmp_path: Path):
+    argv = gpt_args("--train-iters", "4", "--bf16", *size_flags((1, 2, 2)))
+    assert on_ranks(save_and_resume, 2, argv, str(tmp_path)) == [[True] * 5] * 2
