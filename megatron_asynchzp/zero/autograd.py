@@ -182,6 +182,8 @@ class HZPRuntime(StepScheduler):
         completes: those of them to whose gradients nothing adds after its backward.
         recomputed: with which its backward computes again what an earlier part has made.
         """
+        if self._fuses_grads:
+            raise RuntimeError("layers that write to main_grad cannot be run in parts")
         return Part(weakref.proxy(self), list(units), list(completes), list(recomputed))
 
     @contextmanager
@@ -301,8 +303,6 @@ class HZPRuntime(StepScheduler):
         try:
             for unit in units:
                 self._unshard(unit)
-                if unit.overwrites_main_grads is not None:
-                    self.reductions.provide(unit)
             self._mark_compute("backward", units)
             yield
             self._note_compute("backward", units)

@@ -205,16 +205,25 @@ def compute_again() -> None:
     trainer.runtime.zero_grads()
     with part.forward():
         assert are_gathered() == [False, True]
+    assert not trainer.runtime.is_in_part
     with part.backward():
         assert are_gathered() == [True, True]
-    assert are_gathered() == [False, False]
+    assert are_gathered() == [False, False] and not trainer.runtime.is_in_part
+    trainer.runtime.detach()
+
+
+def ask_for_a_part_with_fused_gradients() -> None:
+    trainer = EngineTrainer(build_toy(), (2, 2, 2), fuses_grads=True)
+    with pytest.raises(RuntimeError, match="cannot be run in parts"):
+        trainer.runtime.part(trainer.runtime.units)
     trainer.runtime.detach()
 
 
 def refuse_and_compute_again() -> None:
     call_what_is_not_named()
+    ask_for_a_part_with_fused_gradients()
     compute_again()
 
 
-def test_a_part_has_what_its_backward_computes_again_and_refuses_modules_that_it_does_not_name():
+def test_a_part_has_what_its_backward_computes_again_and_refuses_what_it_cannot_run():
     run_ranks(refuse_and_compute_again, 2)

@@ -94,8 +94,9 @@ def test_the_overlapped_schedule_is_left_by_name_beside_what_it_was_not_tested_w
     ],
 )
 def test_fused_operations_are_left_where_their_copies_of_weights_are_not_counted(
-    parse, line, is_kept
+    parse, monkeypatch, line, is_kept
 ):
+    monkeypatch.setattr(normalisations, "can_fuse_grads", lambda: True)
     args = parse(f"--use-transformer-engine-op-fuser {line}")
     lines = normalize_args(args)
     assert args.use_transformer_engine_op_fuser == is_kept
