@@ -4,11 +4,13 @@
 validation.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import io
 import logging
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -16,6 +18,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from difflib import get_close_matches
 from math import lcm
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -98,11 +101,28 @@ def _one_line(error: BaseException, printed: str) -> str:
     """What was wrong: the message, what argparse printed last, or the assertion that failed."""
     if isinstance(error, SystemExit):
         last = (printed.strip().splitlines() or ["the command line was refused"])[-1]
-        return last.removeprefix(_OURS)
+        return last.removeprefix(_OURS) + _nearest(last)
     if text := " ".join(str(error).split()):
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"Megatron refuses it in {os.path.basename(frame.filename)}: {frame.line}"
+
+
+def megatron_flags() -> dict[str, argparse.Action]:
+    """Megatron's own."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(parser)
+    actions = (one for one in parser._actions if one.dest != "help")
+    return {flag: one for one in actions for flag in one.option_strings}
+
+
+def _nearest(line: str) -> str:
+    """Which flag of Megatron's was probably meant by the first that no parser knows."""
+    unknown = re.search(r"unrecognized arguments: .*?(--[\w-]+)", line)
+    near = get_close_matches(unknown[1], megatron_flags(), 1, 0.8) if unknown else []
+    return f"; the nearest to {unknown[1]} is {near[0]}" if unknown and near else ""
 
 
 @contextlib.contextmanager

@@ -57,12 +57,7 @@ class Flags:
     """Megatron's flags, and how many values each takes."""
 
     def __init__(self) -> None:
-        from megatron.training.arguments import add_megatron_arguments
-
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(parser)
-        actions = (one for one in parser._actions if one.dest != "help")
-        self._actions = {flag: one for one in actions for flag in one.option_strings}
+        self._actions = pretended_world.megatron_flags()
 
     def _split(self, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         """Each flag of Megatron with its values, after the name of its argument; other words one by

@@ -28,7 +28,10 @@ def check() -> Iterator[Callable[..., Ended]]:
 @pytest.mark.parametrize(
     "more, line",
     [
-        ("--num-layrs 2", "unrecognized arguments: --num-layrs"),
+        ("--num-layrs 2", "unrecognized arguments: --num-layrs 2; the nearest to --num-layrs is "
+         "--num-layers"),
+        ("--seed 2 --hiden-size=4", "the nearest to --hiden-size is --hidden-size"),
+        ("--use-asynchzp --qk_layernorm", "the nearest to --qk_layernorm is --qk-layernorm"),
         ("--use-asynchzp --bf16 --fp16", "bf16"),
         ("--hidden-size 65", "hidden_size"),
         ("--use-asynchzp --seq-length 64", "max_position_embeddings"),
@@ -43,12 +46,16 @@ def check() -> Iterator[Callable[..., Ended]]:
             "--tokenizer-type BertWordPieceCase: Megatron cannot make it here",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_megatron_or_we_refuse_is_one_line(check, more, line):
     status, out, err = check(more)
     assert (status, out) == (2, "")
     (printed,) = err.splitlines()
     assert printed.startswith("megatron_asynchzp: ") and line in printed
+
+
+def test_a_flag_that_is_like_none_gets_no_advice(check):
+    assert "nearest" not in check("--fruit-of-the-day 3").err
 
 
 @pytest.mark.parametrize("more", ["", "--use-asynchzp --bf16"])
