@@ -53,6 +53,29 @@ COMMANDS = {
 }
 
 
+# Written after what users post in public issues, for the same model.
+STAGES = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 "
+TP = "--tensor-model-parallel-size 2 "
+POSTED = {
+    "--use-mcore-models --use-flash-attn --recompute-activations --lr-decay-iters 320000 --min-lr "
+    "1e-5 --lr-warmup-fraction .01 --clip-grad 1.0 --weight-decay 1e-2 --split 949,50,1": "yes",
+    EXPERTS + TP + "--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+    "--pipeline-model-parallel-size 2 --sequence-parallel": "no",
+    TP + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --sequence-parallel "
+    "--ckpt-format fsdp_dtensor --overlap-grad-reduce --use-distributed-optimizer": "yes",
+    "--num-layers 6 --use-distributed-optimizer " + STAGES: "no",
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--use-distributed-optimizer --overlap-grad-reduce "
+    "--accumulate-allreduce-grads-in-fp32": "yes",
+    "--use-torch-fsdp2 --ckpt-format torch_dcp": "yes",
+    EXPERTS + TP + "--use-distributed-optimizer": "no",
+    "--num-layers 4 --global-batch-size 6 " + STAGES: "no",
+    EXPERTS + "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "yes",
+    "--lr-warmup-iters 2000 --use-distributed-optimizer": "no",
+}
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[RunCommand]:
     with serving(migrate.main) as migrated:
@@ -80,10 +103,11 @@ def refused(out: str) -> list[str]:
     return [line.strip() for line in rest[: next(ends, None)]]
 
 
-@pytest.mark.parametrize("flags", COMMANDS)
+@pytest.mark.parametrize("flags", [*COMMANDS, *POSTED])
 def test_its_verdict_is_what_the_check_before_a_start_says(run, start, flags):
     status, out, err = run("--", *launch_words(flags))
-    starts = COMMANDS[flags].startswith("yes")
+    expected = (COMMANDS | POSTED)[flags]
+    starts = expected.startswith("yes")
     assert (status, err) == (0 if starts else migrate.EXIT_REFUSED, ""), out
     checked = start(f"{flags} --use-asynchzp")
     assert (checked.status == 0) == starts
@@ -91,10 +115,11 @@ def test_its_verdict_is_what_the_check_before_a_start_says(run, start, flags):
         assert checked.err.strip().removeprefix("megatron_asynchzp: ") in refused(out)
     first = out.splitlines()[0]
     assert first.startswith(f"{SCRIPT} on 4 ranks, 4 a node: ")
-    assert ("weakened" in first) == ("Switched off" in out) == COMMANDS[flags].endswith("!")
+    assert ("weakened" in first) == ("Switched off" in out) == expected.endswith("!")
 
 
 STARTED = [flags for flags in COMMANDS if COMMANDS[flags] == "no" or "weight-shards" in flags]
+STARTED += POSTED
 
 
 @pytest.mark.slow
