@@ -88,7 +88,7 @@ MUTANTS = [
         "copies-are-not-sent",
         "what the first copy of the optimizer states has read is in the others too",
         "mcore/checkpoint/save_ranks.py",
-        "dist.broadcast(tensor, axis.ranks[0], axis.group)",
+        "dist.broadcast(on_device, axis.ranks[0], axis.group)",
         "pass",
         "tests/mcore/checkpoint/test_save_ranks.py::test_the_first_of_several_copies_reads_for_all",
     ),
