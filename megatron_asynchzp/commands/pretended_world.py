@@ -226,7 +226,7 @@ def _parse(
         try:
             args = validated()
             _set_padded_vocabulary(args)
-            _build_as_megatron(args)
+            build_as_megatron(args)
             if Path(argv[0]).name in OF_FLAGS:
                 from megatron_asynchzp.mcore import planned
 
@@ -270,7 +270,7 @@ def groups_of(ranks: int) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def _build_as_megatron(args: Namespace) -> None:
+def build_as_megatron(args: Namespace) -> None:
     """What every start does after validation and before it has a model: its groups, the model's
     configuration and what counts steps."""
     from megatron.core import num_microbatches_calculator

@@ -20,12 +20,7 @@ from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 # What Megatron's own validation raises for a wrong command line; a parser exits, and so does the
 # check of a script that imports the adaptor.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, SystemExit)
-_VALIDATES = (
-    ("megatron", "training", "arguments.py"), ("argparse.py",), ("process", "refusal.py"),
-    ("core", "parallel_state.py"), ("transformer", "transformer_config.py"),
-    ("core", "num_microbatches_calculator.py"), ("training", "argument_utils.py"),
-    ("core", "optimizer_param_scheduler.py"),
-)  # fmt: skip
+_VALIDATES = (("megatron", "training", "arguments.py"), ("argparse.py",), ("process", "refusal.py"))
 
 
 def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> str | None:
@@ -76,9 +71,11 @@ def _is_of_the_command_line(error: ConfigurationError) -> bool:
         from megatron_asynchzp.commands.pretended_world import NotValidated
 
         return not isinstance(cause, NotValidated)
-    paths = [Path(frame.filename).parts for frame in traceback.extract_tb(cause.__traceback__)]
+    frames = traceback.extract_tb(cause.__traceback__)
+    paths = [Path(frame.filename).parts for frame in frames]
     is_validated = any(path[-len(end) :] == end for path in paths for end in _VALIDATES)
-    return isinstance(cause, _REFUSALS) and is_validated
+    is_built = any(frame.name == "build_as_megatron" for frame in frames)
+    return isinstance(cause, _REFUSALS) and (is_validated or is_built)
 
 
 def main(argv: list[str]) -> int:

@@ -35,6 +35,11 @@ def check() -> Iterator[Callable[..., Ended]]:
         ("--use-asynchzp --bf16 --fp16", "bf16"),
         ("--hidden-size 65", "hidden_size"),
         ("--use-asynchzp --seq-length 64", "max_position_embeddings"),
+        ("--group-query-attention --num-query-groups 3", "-attention-heads 4 is not a multiple of"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|L", "num_layers 2"),
+        ("--lr-warmup-iters 2000", "assert self.lr_warmup_steps < self.lr_decay_steps"),
+        ("--use-tp-pp-dp-mapping --num-experts 2 --expert-model-parallel-size 2 "
+         "--pipeline-model-parallel-size 2 --disable-bias-linear", "pp-last rank ordering"),
         ("--use-asynchzp --lr abc", "--lr: invalid float value: 'abc'"),
         ("--use-asynchzp --freeze-all-layers", "--freeze-all-layers is not supported"),
         (
