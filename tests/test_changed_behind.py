@@ -450,22 +450,31 @@ def test_a_rank_alone_may_write_what_its_model_computes_with():
     run_ranks(write_alone, 1)
 
 
-def ends_on_a_device(sizes: Sizes) -> str:
+def halve(weight: torch.Tensor) -> None:
+    weight.data.mul_(0.5)
+
+
+def ends_on_a_device(sizes: Sizes, in_forward: bool) -> str:
     """The host runs ahead: the line comes in the next step. (The write itself is not ordered with
     what is on its way.)"""
     device = device_of_rank()
     model = new_model(device)
     made = shard(model, list(model), ShardSizes(*sizes), new_optimizer)
+    if in_forward:
+        model[1].register_forward_pre_hook(lambda layer, _: halve(layer.weight))
     with pytest.raises(ConfigurationError) as found:
         for _ in range(4):
             made.zero_grad()
             model(inputs_of(0, dist.get_rank(), device)).pow(2).mean().backward()
             made.step()
-            clamp_params(made.optimizer)
+            if not in_forward:
+                clamp_params(made.optimizer)
     return str(found.value)
 
 
 @pytest.mark.slow
-def test_on_a_device_such_a_run_ends_in_the_next_step(worlds: DeviceWorlds):
-    for line in worlds.run(ends_on_a_device, 2, (1, 1, 2), watches=False):
-        assert "changing_params()" in line and "\n" not in line
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 2, 2)])
+def test_on_a_device_such_a_run_ends_in_the_next_step(worlds: DeviceWorlds, sizes: Sizes):
+    for text, in_forward in (("changing_params()", False), ("1: its parameters were wri", True)):
+        for line in worlds.run(ends_on_a_device, 2, sizes, in_forward, watches=False):
+            assert text in line and "\n" not in line

@@ -4,9 +4,11 @@
 in one process, or is refused by name in the first forward that does it."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_asynchzp import ConfigurationError, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardSizes, shard
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from scripts.testbed.ranks import run_ranks
 from tests.support.hooks_of_others import check_hooks_of_others
 from tests.support.selection import slow_unless
@@ -385,7 +388,138 @@ def check_views_of_a_forward() -> None:
         sharded.runtime.driver.close()
 
 
+# ---- weights of others, and weights that are written
+
+
+class Aside(Model):
+    """Uses weights of units in whose call it is not."""
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x, last = self.embedding(x), self.layers[-1]
+        if self.form == "tied by hand":
+            return functional.linear(super().forward(x, step) * x, last.linear.weight).sum()
+        for layer in self.layers if self.form == "by forward" else self.layers[step : step + 1]:
+            x = layer.forward(x) if self.form == "by forward" else layer(x)
+        return x.square().mean()
+
+
+def penalised(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Of all weights, those of layers too that this step has not called."""
+    return usual_loss(model, step, rank) + sum(p.square().sum() for p in model.parameters())
+
+
+def check_weights_of_others() -> None:
+    """Where they are always gathered, and an update is on its way to them when they are used."""
+
+    def build(form: str) -> nn.Module:
+        model = Aside(form)
+        model.layers.extend(Layer() for _ in range(4))  # more than are rebuilt ahead
+        return model
+
+    for form in ("tied by hand", "by forward", "one in turn"):
+        loss_of = penalised if form == "one in turn" else usual_loss
+        trains_alike(partial(build, form), [(1, 1, 2)], loss_of, steps=6)
+
+
+def write_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.5)
+
+
+def write_numpy(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[-1:] = 0.25
+
+
+def assign_data(weight: nn.Parameter) -> None:
+    weight.data = torch.renorm(weight.data, 2, 0, 0.1)
+
+
+def write_openly(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.01, 0.01)
+
+
+WRITES = [write_data, assign_data, write_numpy, write_openly]
+
+
+class Writing(Layer):
+    """Changes a weight of its own before it computes, as masks and norms of weights do."""
+
+    write: Callable[[nn.Parameter], None]
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.linear.weight)
+        return super().compute(x)
+
+
+def check_writes(cases: Iterable[tuple[Sizes, Callable]]) -> None:
+    """Refused in the first forward, be it an evaluation, on all ranks: of its own accord where one
+    holds what was written, else because it is told."""
+    for number, (sizes, write) in enumerate(cases):
+        model = Model("")
+        schedule = ScheduleConfig(time_limit_s=20.0)
+        sharded = shard(model, model.layers, ShardSizes(*sizes), new_sgd, schedule=schedule)
+        sharded.zero_grad()
+        usual_loss(model, 0, dist.get_rank()).backward()
+        sharded.step()
+        model.layers[1].__class__, model.layers[1].write = Writing, staticmethod(write)
+        with pytest.raises((ConfigurationError, CollectiveFailure)) as found:
+            with torch.set_grad_enabled(number % 2 == 0):
+                usual_loss(model, 0, dist.get_rank())
+            # A rank that owns nothing of it is told.
+            usual_loss(model, 0, dist.get_rank()).backward()
+            sharded.step()
+        lines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(lines, str(found.value))
+        told = "layers.1: its parameters were written to in a forward"
+        assert any(told in line for line in lines) and not any("\n" in line for line in lines)
+        with suppress(ConfigurationError, CollectiveFailure):
+            sharded.close()
+
+
+# ---- what modules ask of their inputs
+
+
+class Asking(Layer):
+    """Attends to itself where it is handed one tensor twice, and reads and leaves notes on it."""
+
+    def forward(self, x: Any, form: str = "", extra: Any = None, other: Any = None) -> Any:
+        others = [one for one in (form, other) if isinstance(one, torch.Tensor)]
+        y = self.compute(x) * (3.0 if others and all(one is x for one in others) else 1.0)
+        x.left = getattr(x, "noted", 0.5) + 1
+        return y
+
+
+class Handing(Model):
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            if self.form == "noted":
+                x.noted = 2.0
+            before = x
+            others = {"twice": (x,), "two": (x.clone(), None, x)}.get(str(self.form), ())
+            x = layer(x, *others, **({"other": x} if self.form == "by name" else {}))
+            x = x * before.left
+        return x.square().mean()
+
+
+def check_inputs(all_sizes: list[Sizes]) -> None:
+    for form in ("twice", "by name", "two", "noted"):
+
+        def build(form: str = form) -> nn.Module:
+            model = Handing(form)
+            for layer in model.layers:
+                layer.__class__ = Asking
+            return model
+
+        trains_alike(build, all_sizes)
+
+
 @pytest.mark.habit(*FORMS)
+@pytest.mark.habit(
+    "`layer.forward(x)`, or a layer's weight that another module uses, in a forward",
+    "`weight.data` written or assigned in a forward: masks, norms of weights, values from a batch",
+    "a module that asks whether two inputs are one tensor, or for attributes of theirs",
+)
 @pytest.mark.habit(
     "`torch.autograd.graph.save_on_cpu` around a model, around a unit or within it",
     "`torch.func.jvp` of a model",
@@ -410,3 +544,6 @@ def check_all(all_sizes: list[Sizes], is_fast: bool) -> None:
     check_modes_and_transforms(some)
     check_slopes(some, ["without a graph", "jacrev"] if is_fast else list(SLOPES))
     check_views(some)
+    check_inputs(some)
+    check_weights_of_others()
+    check_writes(zip(SIZES, WRITES) if is_fast else product(all_sizes, WRITES))

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
+from megatron_asynchzp.zero import autograd
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
@@ -359,6 +361,27 @@ def optimizer_params(sharded: ShardedModel) -> list[nn.Parameter]:
     return [param for group in sharded.optimizer.param_groups for param in group["params"]]
 
 
+def masked_grads(sizes: Sizes) -> None:
+    """Also where the engine takes a gradient as soon as it is there; set before `shard` too."""
+
+    def mask(param: nn.Parameter) -> None:
+        if param.grad is not None:
+            param.grad.view(-1)[:3] = 0
+
+    def mask_all(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(mask)
+
+    def build() -> nn.Module:
+        model = build_toy()
+        model.blocks[0].up.weight.register_post_accumulate_grad_hook(mask)
+        return model
+
+    for large in (0, 2**20):
+        with patch.object(autograd, "LARGE_GRAD_NBYTES", large):
+            trains_alike(sizes, build, after=mask_all)
+
+
 def changed_grads(sizes: Sizes) -> None:
     def doubled(sharded, losses):
         sharded.zero_grad()
@@ -643,6 +666,7 @@ RIGHT: dict[str, Check | list[Check]] = CORE | {
         trains_alike,
         after=lambda model: model.blocks[1].up.weight.register_hook(lambda grad: grad * 2),
     ),
+    "`param.register_post_accumulate_grad_hook`": masked_grads,
     "reading or replacing `.grad` of `sharded.optimizer`'s parameters": changed_grads,
     "`clip_grad_value_`": clipped_values,
     "adapters (LoRA) in a frozen model": partial(trains_alike, build=build_adapted),

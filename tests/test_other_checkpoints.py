@@ -4,7 +4,9 @@
 
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,40 @@ def schedulers_go_on() -> None:
             assert settings_of(other) == groups
 
 
+def grouped(sizes: tuple[int, int, int], *kinds: str) -> ShardedModel:
+    """Groups by the letters of `kinds`: m, v and e are of matrices, vectors and the embedding."""
+    settings = {"m": {"lr": 0.02, "weight_decay": 0.3}, "v": {"lr": 0.005, "weight_decay": 0.0}}
+
+    def new_optimizer(params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        of_kind: dict[str, list[Any]] = {kind: [] for kind in kinds}
+        for name, param in params:
+            letter = "v" if param.ndim < 2 else "e" if "embedding" in name else "m"
+            of_kind[next(kind for kind in kinds if letter in kind)].append((name, param))
+        groups = [{"params": of_kind[kind], **settings.get(kind[0], {})} for kind in kinds]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    model = build_toy()
+    return shard(model, model.blocks, ShardSizes(*sizes), new_optimizer)
+
+
+def groups_go_on() -> None:
+    """Each parameter has the settings that it had, in whatever group it is."""
+    folder, schedule = shared_folder(), halving
+    with grouped((1, 2, 2), "me", "v") as sharded:
+        train_on(sharded, schedule(sharded), range(2))
+        checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
+        expected = train_on(sharded, schedule(sharded), range(2, 4))
+    for kinds in (("v", "me"), ("e", "v", "m"), ("me", "v")):
+        with grouped((2, 2, 2), *kinds) as other:
+            load(other, folder)
+            found = train_on(other, schedule(other), range(2, 4))
+            assert found == pytest.approx(expected, rel=1e-6), kinds
+    for kinds in (("mev",), ("ev", "m")):
+        with grouped((2, 2, 2), *kinds) as other:
+            with pytest.raises(ConfigurationError, match="parameters of 2 groups with other set"):
+                load(other, folder)
+
+
 def load(sharded: ShardedModel, folder: Path) -> None:
     state = sharded.state_dict()
     checkpoint.load(state, checkpoint_id=folder)
@@ -171,11 +207,13 @@ def goes_on_from(is_fsdp: bool) -> None:
 def check_all() -> None:
     goes_on_from_an_async_save()
     schedulers_go_on()
+    groups_go_on()
     goes_on_from(is_fsdp=True)
     goes_on_from(is_fsdp=False)
 
 
 @pytest.mark.habit("`async_save(sharded.state_dict())`", "a scheduler made before the load")
 @pytest.mark.habit("a checkpoint of FSDP2 or of a whole model")
+@pytest.mark.habit("resuming with the optimizer's groups in another order, or with others")
 def test_a_checkpoint_of_fully_shard_of_a_plain_model_or_made_beside_training_goes_on():
     run_ranks(check_all, 2)

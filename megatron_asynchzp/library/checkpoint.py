@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_asynchzp.comm.agreement import settings_of_group
+from megatron_asynchzp.comm.agreement import settings_of_group, text_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
 from megatron_asynchzp.library.state import NOT_THERE, AbsentState, ShardedState
@@ -20,6 +20,9 @@ from megatron_asynchzp.library.trial import StateKind, has_all_at_once, kinds_of
 from megatron_asynchzp.library.whole_values import saved_buffers
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.autograd import HZPRuntime
+
+_PARAMS = "params"
+"""Of a group that is saved: the names of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ class ModelCheckpoint:
             state[f"model.{name}"] = whole
         state["grad_record"] = self.runtime.budgets.grad_record()
         # Tuples: torch.distributed.checkpoint takes them whole, whatever settings there are.
-        state["param_groups"] = tuple(map(_settings_of, self.optimizer.param_groups))
+        state["param_groups"] = tuple(
+            {**_settings_of(group), _PARAMS: self._names_in(group)}
+            for group in self.optimizer.param_groups
+        )
         state["optim_keys"] = tuple(
             (part.name, *self.optimizer.state.get(part.param, {})) for part in self._trained
         )
@@ -102,7 +108,8 @@ class ModelCheckpoint:
             )
         kinds = self._kinds()
         self._refuse_unknown_states(state, kinds)
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+        all_settings = self._settings_saved(state["param_groups"])
+        for group, saved in zip(self.optimizer.param_groups, all_settings, strict=True):
             _take_settings(group, saved)
         for part in self._trained:
             if not part.held.numel:  # whatever it has is of nothing
@@ -129,6 +136,30 @@ class ModelCheckpoint:
                 unit.marks.note_rewritten()  # the others are cast now
         self.runtime.sync_params()
         self.runtime.settle()
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        names: dict[Any, str] = {part.param: part.name for part in self._trained}
+        return [names[param] for param in group["params"] if param in names]
+
+    def _settings_saved(self, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """For each group of the optimizer, what its parameters had: groups may be others, or in
+        another order, than those that were saved."""
+        groups = self.optimizer.param_groups
+        group_of = {name: one for one in saved for name in one.get(_PARAMS, ())}
+        chosen: list[Mapping[str, Any]] = []
+        for index, group in enumerate(groups):
+            known = [group_of[name] for name in self._names_in(group) if name in group_of]
+            found = {text_of([*settings_of_group(one).items()]): one for one in known}
+            if not found and len(saved) == len(groups):  # of no parameters, or an older file's
+                found[""] = saved[index]
+            if len(found) != 1:
+                raise ConfigurationError(
+                    f"group {index} of the optimizer's {len(groups)} has parameters of "
+                    f"{len(found)} groups with other settings among the {len(saved)} that were "
+                    "saved; make groups like those, and change settings after the load"
+                )
+            chosen += found.values()
+        return chosen
 
     def _refuse_unknown_states(
         self, state: Mapping[str, Any], kinds: Mapping[nn.Parameter, Mapping[str, StateKind]]
@@ -202,6 +233,7 @@ _OF_SCHEDULERS = {
 def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Let `group` have the settings that were saved, and no others (counters, too, are there) but
     those of a scheduler that was made since."""
+    saved = settings_of_group(saved)
     for key in settings_of_group(group).keys() - saved.keys() - _OF_SCHEDULERS:
         del group[key]
     for key, value in saved.items():

@@ -93,7 +93,6 @@ class ShardedParams:
             for unit in runtime.units
             for index, param in enumerate(unit.params)
         }
-        self._versions = {param: param._version for param in self._places}
 
     def bind(
         self, zero_grad: Callable[[bool], None], no_sync: Callable[[], AbstractContextManager[None]]
@@ -127,6 +126,10 @@ class ShardedParams:
         _refuse_others(name)
         if use is torch.Tensor.is_contiguous:
             return True
+        if use is torch.Tensor.register_post_accumulate_grad_hook:
+            handle = use(*args, **kwargs)
+            self._runtime.take_last(param)
+            return handle
         if use == SET_GRAD:
             raise ConfigurationError(
                 f"{name}: the gradients of a sharded model are in shards; forget them all with "
@@ -229,8 +232,8 @@ class ShardedParams:
 
     def refuse_writes(self) -> None:
         """Raise ConfigurationError for a parameter that somebody has written to."""
-        for param, version in self._versions.items():
-            if param._version != version:
+        for param, (unit, index) in self._places.items():
+            if param._version != unit.versions[index]:
                 raise ConfigurationError(
                     f"{self.name_of(param)} was written to, which is lost where it is in shards; "
                     "change values before the model is sharded, or with model.load_state_dict() "

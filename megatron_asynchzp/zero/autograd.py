@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -107,6 +107,7 @@ class HZPRuntime(StepScheduler):
         self.is_rehearsing = False
         self._captured_grads = CapturedGrads()
         self._resting: list[HZPUnit] = []
+        self._takers: dict[nn.Parameter, RemovableHandle] = {}
         self._accumulators: list[Any] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
@@ -154,7 +155,8 @@ class HZPRuntime(StepScheduler):
         self._handles.append(root.register_forward_hook(end, always_call=True))
         for unit in self.units:
             is_shared = unit in self._reduce_last
-            self._handles += _attach_grad_hooks(unit, runtime, takes_all=is_shared)
+            self._takers |= _attach_grad_hooks(unit, runtime, takes_all=is_shared)
+        self._handles += self._takers.values()
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let a call of the method `name` of `module` be a call of the module, as torch's
@@ -214,6 +216,12 @@ class HZPRuntime(StepScheduler):
         if not self.is_rehearsing:
             self.reductions.take(unit, (index,))
 
+    def take_last(self, param: nn.Parameter) -> None:
+        """Let those who have hooked the gradient of `param` since find it there."""
+        if (taker := self._takers.get(param)) is not None:
+            hooks = cast("Any", param)._post_accumulate_grad_hooks
+            hooks[taker.id] = hooks.pop(taker.id)  # torch's order is that of a dict
+
     def guard(self, answer: Answer) -> None:
         """From now on `answer` is asked for the result of what uses a parameter that is not
         gathered, or where it always is, between a backward and the next forward."""
@@ -265,8 +273,6 @@ class HZPRuntime(StepScheduler):
     def begin_forward(self) -> None:
         """The root is called: a new micro-batch, or a recomputation within backward."""
         if not self._batch.in_backward and not any(self._batch.depth.values()):
-            for unit in () if self.is_asleep else self._resting:
-                unit.unhide()
             self._batch.calls.clear()
             self._batch.depth.clear()
             self._batch.read_within.clear()
@@ -369,7 +375,7 @@ class HZPRuntime(StepScheduler):
             # A recomputation in backward is followed by that unit's backward: keep it gathered.
             if self._batch.depth[unit] == 0 and not self._batch.in_backward:
                 place = None if unit.is_always_unsharded else memory_of(unit.full_param_storage)
-                self._release(unit)
+                self._release(unit, has_computed=True)
                 if unit in self.gathers.viewed and place is not None:
                     self._refuse_kept_views(unit, place[0])
 
@@ -473,6 +479,8 @@ class HZPRuntime(StepScheduler):
         self.rest()
 
     def _unshard(self, unit: HZPUnit) -> None:
+        if unit.is_always_unsharded:
+            unit.unhide()  # and not before: who uses it without a call gets it up to date
         # What is made here outlives an inference mode, which would mark it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
@@ -480,8 +488,10 @@ class HZPRuntime(StepScheduler):
                 self.refuse_write(unit)
         self._saved_views.track(unit)
 
-    def _release(self, unit: HZPUnit) -> None:
+    def _release(self, unit: HZPUnit, has_computed: bool = False) -> None:
         with _without_modes():
+            if has_computed:
+                self.refuse_write_in_use(unit)
             self.gathers.release(unit)
 
     def _reduce(self, unit: HZPUnit) -> None:
@@ -530,7 +540,7 @@ def _without_modes() -> AbstractContextManager[None]:
 
 def _attach_grad_hooks(
     unit: HZPUnit, runtime: HZPRuntime, takes_all: bool
-) -> list[RemovableHandle]:
+) -> dict[nn.Parameter, RemovableHandle]:
     """Take the gradient of every large parameter of `unit` as soon as it is complete, so that
     another one is added in fp32; small ones are taken together when the unit is reduced.
 
@@ -540,11 +550,11 @@ def _attach_grad_hooks(
     def hook_of(index: int) -> Callable[[torch.Tensor], None]:
         return lambda _param: runtime.take_grads(unit, index)
 
-    return [
-        param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
+    return {
+        param: param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
         for index, param in enumerate(unit.params)
         if param.requires_grad and (takes_all or param.nbytes >= LARGE_GRAD_NBYTES)
-    ]
+    }
 
 
 def _accumulators_of(unit: HZPUnit) -> list[Any]:

@@ -64,30 +64,36 @@ class _Call:
     def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same inputs, of which those that carry a gradient are views.
+        """The same inputs, of which those that carry a gradient are views: one of each, because a
+        module may ask whether two of them are one tensor, with all that was noted on it.
 
         A parameter among them (a tied weight) is left alone: what comes out would be a view of it
         that the caller's frame keeps for longer than the unit is gathered.
         """
         values = [*args, *kwargs.values()]
-        where = [index for index, value in enumerate(values) if _carries_grad(value)]
-        for index in where:
-            self._watch(values[index])
-            if values[index].layout is not torch.strided or values[index].is_nested:
-                continue
-            is_kept = values[index].is_leaf
-            values[index] = values[index].view_as(values[index])
-            if is_kept and any(unit.is_seated for unit in self._units):
-                # A graph gives memory that it, or another one, writes again.
-                values[index].register_hook(torch.clone)
-            values[index].register_hook(self.end_backward)
-        if where:
-            named = zip(kwargs, values[len(args) :], strict=True)
-            return tuple(values[: len(args)]), dict(named)
+        if known := {id(value): value for value in values if _carries_grad(value)}:
+            views = {number: self._viewed(value) for number, value in known.items()}
+            return (
+                tuple(views.get(id(value), value) for value in args),
+                {name: views.get(id(value), value) for name, value in kwargs.items()},
+            )
         for _, tensor in tensors_within(values):
             if _carries_grad(tensor):
                 self._watch(tensor)
         return args, kwargs
+
+    def _viewed(self, value: torch.Tensor) -> torch.Tensor:
+        self._watch(value)
+        if value.layout is not torch.strided or value.is_nested:
+            return value
+        view: Any = value.view_as(value)
+        if type(value) is torch.Tensor:  # another class keeps its own there
+            view.__dict__ = value.__dict__
+        if value.is_leaf and any(unit.is_seated for unit in self._units):
+            # A graph gives memory that it, or another one, writes again.
+            view.register_hook(torch.clone)
+        view.register_hook(self.end_backward)
+        return view
 
     def _watch(self, tensor: torch.Tensor) -> None:
         # Hooks of a leaf, which the caller may keep for ever, would become more and more.

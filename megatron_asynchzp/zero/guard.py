@@ -39,7 +39,7 @@ _HARMLESS: set[Use] = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")),
     *(getattr(torch.Tensor, name) for name in _SHAPES),
     torch.numel,
-}
+} - {cast("Any", torch.Tensor).register_post_accumulate_grad_hook}
 GRAD = cast("Any", torch.Tensor).grad.__get__
 """The gradient's getter."""
 SET_GRAD = cast("Any", torch.Tensor).grad.__set__

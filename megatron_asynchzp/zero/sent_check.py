@@ -29,9 +29,12 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.fingerprint import forget_weights
 from megatron_asynchzp.zero.unit import HZPUnit
 
-_WRITTEN = (
+_WRITTEN, _WRITTEN_IN_USE = (
     "{}: the values of the optimizer's parameters were written where other ranks do not see it; "
-    "write them within sharded.changing_params(), which sends them"
+    "write them within sharded.changing_params(), which sends them",
+    "{}: its parameters were written to in a forward, as by .data, which is lost where they are in "
+    "shards; compute with new values instead (self.weight * mask), or change them between steps "
+    "with model.load_state_dict()",
 )
 _NOT_AS_SENT = (
     "step {}: {} was sent before the update, which made something else of it: gradients, states or "
@@ -50,7 +53,7 @@ class SentCheck:
     """
 
     def __init__(self, units: Sequence[HZPUnit], driver: Driver, axes: Sequence[AxisGroup]):
-        self._units = [unit for unit in units if unit.is_trained]
+        self._units = list(units)
         self._driver, self._axes = driver, axes
         self._index = {unit: index for index, unit in enumerate(self._units)}
         self._where = units[0].device
@@ -87,14 +90,21 @@ class SentCheck:
 
     def refuse_write(self, unit: HZPUnit) -> None:
         """At a use of `unit`, whose shards are as they were sent last."""
-        differs = unit.was_written()
-        if self._driver.device.runs_ahead:
+        self._refuse(unit, unit.was_written())
+
+    def refuse_write_in_use(self, unit: HZPUnit) -> None:
+        """After a call with `unit`, of what its modules wrote to the parameters they got."""
+        self._refuse(unit, unit.was_written_in_use(), in_use=1)
+
+    def _refuse(self, unit: HZPUnit, differs: torch.Tensor | bool, in_use: int = 0) -> None:
+        if isinstance(differs, torch.Tensor) and self._driver.device.runs_ahead:
             # Units may be used on several streams, in turns.
             self._driver.device.wait_event(self._last_use)
-            self._written[self._index[unit]].logical_or_(differs)
+            place = self._written[self._index[unit]]
+            place.add_((place == 0) * differs * (1 + in_use))  # the first says more
             self._last_use = self._driver.device.record_event()
         elif differs:
-            self._fail_as_written(unit)
+            self._fail_as_written(unit, in_use)
 
     # ---- after an update
 
@@ -160,12 +170,14 @@ class SentCheck:
         self._is_copying = False
         self._driver.await_event(self._copied)
         if found := self._named_in(self._written_answer):
-            self._fail_as_written(found[0])
+            self._fail_as_written(found[0], int(self._written_answer[self._index[found[0]]]) >> 1)
 
-    def _fail_as_written(self, unit: HZPUnit) -> NoReturn:
-        self.explain()
+    def _fail_as_written(self, unit: HZPUnit, in_use: int) -> NoReturn:
+        if not in_use:
+            self.explain()
         # Another rank may have written nothing, or own nothing, and wait for this one: it is told.
-        self._fail(ConfigurationError(_WRITTEN.format(unit.name)), ())
+        text = _WRITTEN_IN_USE if in_use else _WRITTEN
+        self._fail(ConfigurationError(text.format(unit.name)), ())
 
     def _fail(self, error: ConfigurationError, suspect: tuple[()] | None = None) -> NoReturn:
         self._driver.fail(error, suspect)  # what was computed since is of no use

@@ -413,6 +413,11 @@ class StepScheduler:
             self.gathers.await_sync(unit)
             self.sent_check.refuse_write(unit)
 
+    def refuse_write_in_use(self, unit: HZPUnit) -> None:
+        """After a call with `unit`: refuse_writes, of what its module wrote to its parameters."""
+        if self._refuses_writes and unit.is_unsharded and not self.gathers.was_sent(unit):
+            self.sent_check.refuse_write_in_use(unit)
+
     # ---- what may be done when
 
     def between_steps(self, what: str) -> None:

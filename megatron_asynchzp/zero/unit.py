@@ -86,6 +86,7 @@ class HZPUnit:
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
     marks: what changed since when.
+    versions: that torch counts of the parameters, which change only where somebody writes to them.
     coded: how the parameters travel to layers that compute in FP8, see `send_in_codes`.
     is_watched: whether each sending is noted, see `note_sent`, and not only those before an update.
     is_on_host: whether its optimizer states are on the host between two updates (HostStates), and
@@ -125,6 +126,7 @@ class HZPUnit:
         self.coded: CodedGather | None = None
         self._full_param: torch.Tensor | None = None
         self._kinds = [type(param) for param in self.params]
+        self.versions = [param._version for param in self.params]
         self._guarded_kinds: list[type] | None = None
         self._allocate_and_shard(shard)
 
@@ -550,6 +552,22 @@ class HZPUnit:
         """0-dim bool: whether somebody has written to main_param since `note_due`, be it only until
         it was sent."""
         return (self._fingerprint_now() != self._due).logical_or_(self._sent != self._due)
+
+    def was_written_in_use(self) -> torch.Tensor | bool:
+        """Whether somebody has put other tensors in the places of the parameters that are gathered,
+        or has written to them: where no version counts that, in this rank's O range."""
+        full, own = self.full_param_storage, self.optim_range
+        start, itemsize = full.data_ptr(), full.element_size()
+        for param, piece, version in zip(
+            self.params, self.layout.slices, self.versions, strict=True
+        ):
+            is_elsewhere = param.data_ptr() != start + itemsize * piece.range.start
+            if param._version != version or (is_elsewhere and param.numel()):
+                return True
+        if self.groups.topology.world_size == 1 and self.is_main_param_aliased:
+            return False  # it is what the optimizer trains, and nobody else has it
+        sent = self._sent if self.is_trained else fingerprint(self.model_param.view(own))
+        return fingerprint(full[own.start : own.stop]) != sent
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
