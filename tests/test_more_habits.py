@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from megatron_asynchzp.zero import autograd
@@ -294,6 +295,30 @@ def a_graph_that_is_gone(sizes: Sizes) -> None:
         loss.backward()
         with pytest.raises(RuntimeError, match="Trying to backward through the graph a second"):
             loss.backward()
+
+
+def a_graph_of_before(sizes: Sizes) -> None:
+    """It needs the weights of before; a checkpoint computes again with those of now, as torch's."""
+
+    def change(sharded: ShardedModel) -> None:
+        with sharded.changing_params(), torch.no_grad():
+            for param in optimizer_params(sharded):
+                param.mul_(0.5)
+
+    def step(sharded: ShardedModel) -> None:
+        toy_loss(sharded.model, toy_batch(0, 1, 0)).backward()
+        sharded.step()
+
+    for update in (step, change, lambda sharded: sharded.load_state_dict(sharded.state_dict())):
+        sharded = sharded_toy(sizes)
+        x = torch.ones(2, 16, requires_grad=True)
+        again = checkpoint(sharded.model.blocks[1], x, use_reentrant=False)
+        loss = toy_loss(sharded.model, toy_batch(0, 0, 0))
+        update(sharded)
+        again.sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        sharded.runtime.driver.close()
 
 
 def caught_errors(sizes: Sizes) -> None:
@@ -653,6 +678,7 @@ RIGHT: dict[str, Check | list[Check]] = CORE | {
     "a step without a backward": no_backward,
     "`retain_graph=True`, and backward again": twice_through_a_graph,
     "backward again without it": a_graph_that_is_gone,
+    "backward, after `step()`, of a forward that came before it": a_graph_of_before,
     "an error or Ctrl-C in a forward or backward, caught on all ranks": caught_errors,
     "`torch.autocast`": partial(trains_alike, losses=rounded_losses),
     "`detect_anomaly`": partial(trains_alike, losses=watched_losses),

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -25,10 +25,12 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 @dataclass(frozen=True)
 class SavedView:
-    """A strided view of a unit's full parameters, without their memory. views: who packed it."""
+    """A strided view of a unit's full parameters, without their memory. views: who packed it;
+    version: of the parameters, None where any other will do as well."""
 
     views: "SavedViews"
     unit: HZPUnit
+    version: int | None
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -153,20 +155,24 @@ class SavedViews:
         except (NotImplementedError, RuntimeError):
             return False
 
-    def pack(self, tensor: torch.Tensor) -> "_Kept | SavedView":
-        """What autograd keeps in place of `tensor`."""
+    def pack(self, tensor: torch.Tensor, is_counted: bool = True) -> "_Kept | SavedView":
+        """What autograd keeps in place of `tensor`; is_counted: whether it may not be written to
+        until it is unpacked."""
         unit = self.unit_of(tensor)
         if unit is None or unit.is_always_unsharded:
-            return _Kept.of(tensor)
+            return _Kept.of(tensor, is_counted)
         if type(tensor) is torch.Tensor:
             self.note_view(unit)
         offset = int(tensor.storage_offset())
-        return SavedView(self, unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        form = tensor.dtype, tensor.shape, tensor.stride(), offset
+        return SavedView(self, unit, unit.versions[0] if is_counted else None, *form)
 
     def unpack(self, saved: "_Kept | SavedView") -> torch.Tensor:
         """The tensor that was packed as `saved`."""
         if isinstance(saved, _Kept):
             return saved.unwritten()
+        if saved.version not in (None, version := saved.unit.versions[0]):
+            _refuse_written(f"parameters of {saved.unit.name}", version, saved.version)
         if not saved.unit.is_unsharded:
             self.note_view(saved.unit)  # nothing else would gather it in time
         self._on_missing(saved.unit)
@@ -181,24 +187,29 @@ class _Kept(NamedTuple):
     written to what hooks keep."""
 
     tensor: torch.Tensor
-    version: int
+    version: int | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Kept":
+    def of(cls, tensor: torch.Tensor, is_counted: bool = True) -> "_Kept":
         # [Note: saved outputs] A node that saves its own output through hooks would hold a tensor
         # that holds the node: a cycle that nothing collects where backward never runs. Autograd
         # puts its own edges on what is unpacked.
-        return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        version = tensor._version if is_counted else None
+        return cls(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
     def unwritten(self) -> torch.Tensor:
         """Raises RuntimeError, in torch's words, where it was written to since."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
-                f"version {self.tensor._version}; expected version {self.version} instead."
-            )
+        if self.version not in (None, self.tensor._version):
+            title = f"{self.tensor.type()} {list(self.tensor.shape)}"
+            _refuse_written(title, self.tensor._version, self.version)
         return self.tensor
+
+
+def _refuse_written(title: str, version: int, expected: int | None) -> NoReturn:
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{title}] is at version {version}; expected version {expected} instead."
+    )
 
 
 class _Theirs(NamedTuple):
@@ -220,7 +231,9 @@ class _JoinedHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         for known in SavedViews.all:
             if (views := known()) is not None and views.is_view(tensor):
-                return views.pack(tensor)
+                # A checkpoint computes again, with the parameters of then.
+                is_kept = self.theirs is None or not _is_of_checkpoint(self.theirs[0])
+                return views.pack(tensor, is_counted=is_kept)
         return _Kept.of(tensor) if self.theirs is None else _Theirs(self.theirs[0](tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -263,12 +276,15 @@ def _take(of_a_unit: bool) -> None:
                 views.push()
 
 
+def _is_of_checkpoint(pack: Callable[..., Any]) -> bool:
+    return pack.__module__ == "torch.utils.checkpoint"
+
+
 def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     """In place of torch's function that pushes hooks."""
     # Those of a checkpoint keep nothing, and count what they see here and in a recomputation; a
     # compiler looks for graphs as hooks.
-    is_kept = pack.__module__ == "torch.utils.checkpoint"
-    if not is_kept and not isinstance(pack, torch.fx.GraphModule):
+    if not _is_of_checkpoint(pack) and not isinstance(pack, torch.fx.GraphModule):
         joined = _JoinedHooks((pack, unpack))
         pack, unpack = joined.pack, joined.unpack
     _PUSH(pack, unpack)

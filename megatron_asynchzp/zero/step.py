@@ -377,6 +377,8 @@ class StepScheduler:
             for unit in self.units:
                 if unit.is_trained and not unit.is_main_param_away:
                     unit.note_due(is_as_sent=unit in done)
+                    if unit in self.reached or not may_stand:
+                        unit.note_updated()
         self.gathers.start_syncs(done)
 
     def _find_done(self) -> list[HZPUnit]:

@@ -86,7 +86,8 @@ class HZPUnit:
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
     marks: what changed since when.
-    versions: that torch counts of the parameters, which change only where somebody writes to them.
+    versions: that torch counts of the parameters; those of now are others where somebody has
+        written to them.
     coded: how the parameters travel to layers that compute in FP8, see `send_in_codes`.
     is_watched: whether each sending is noted, see `note_sent`, and not only those before an update.
     is_on_host: whether its optimizer states are on the host between two updates (HostStates), and
@@ -547,6 +548,13 @@ class HZPUnit:
         """What main_param holds now is what other ranks are to get, by a task that may run later.
         is_as_sent: they have it."""
         self._due.copy_(self._sent if is_as_sent else self._fingerprint_now())
+
+    def note_updated(self) -> None:
+        """The parameters get other values: let torch count that, as of an optimizer that writes to
+        them, so that no backward goes on from the values of before."""
+        torch.autograd.graph.increment_version(self.params)
+        with self.own_uses():
+            self.versions = [param._version for param in self.params]
 
     def was_written(self) -> torch.Tensor:
         """0-dim bool: whether somebody has written to main_param since `note_due`, be it only until
