@@ -29,7 +29,8 @@ def can_send_codes(args: Namespace) -> bool:
     has one scale, which follows from it, and backward computes with the same codes as forward."""
     if not (args.fp8 and args.bf16 and args.fp8_recipe in ("tensorwise", "blockwise")):
         return False
-    return args.te_precision_config_file is None and not os.getenv("NVTE_BACKWARD_OVERRIDE")
+    is_tested = not (args.te_precision_config_file or args.use_transformer_engine_op_fuser)
+    return is_tested and not os.getenv("NVTE_BACKWARD_OVERRIDE")
 
 
 def gathers_bf16_of_mxfp8(args: Namespace) -> bool:

@@ -106,6 +106,8 @@ def test_fused_operations_are_left_where_their_copies_of_weights_are_not_counted
 
 # fmt: off
 _MXFP8 = "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather"
+_FUSED_EXPERTS = ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather "
+                  "--num-experts 4 --use-transformer-engine-op-fuser")
 _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
 # fmt: on
 
@@ -116,6 +118,7 @@ _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "codes", False),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "codes", False),
         ("--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather", "1", True),
+        (_FUSED_EXPERTS, "2 bytes each instead of 1", True),
         (_REUSED, "as in stock Megatron 2 bytes a parameter travel", False),
         (_MXFP8, "2 bytes each instead of 1", True),
         (f"{_REUSED} --use-megatron-fsdp", "2 bytes each instead of 1", True),
