@@ -320,7 +320,7 @@ class HZPRuntime(StepScheduler):
     def complete(self, units: list[HZPUnit]) -> None:
         """Nothing adds to the gradients of `units` any more, in this micro-batch."""
         for unit in units:
-            self._captured_grads.give(unit, is_read_now=True)
+            self._captured_grads.give(unit)
             self._reduce(unit)
 
     def before_forward(self, units: list[HZPUnit]) -> None:
@@ -460,16 +460,15 @@ class HZPRuntime(StepScheduler):
             if unit in self._batch.reduced:
                 # One backward of several forwards: autograd adds up what they give a parameter.
                 self._reduce_last.add(unit)
-            is_reduced = unit not in self._reduce_last
-            self._captured_grads.take(unit, is_read_now=is_reduced)
-            if is_reduced:
+            if unit not in self._reduce_last:
+                self._captured_grads.take(unit)
                 self._reduce(unit)
 
     def end_backward(self) -> None:
         """Autograd is done with this micro-batch: reduce the remaining units, in unit order."""
         self._note_compute("backward", self.units)
         for unit in self.units:
-            self._captured_grads.take(unit, is_read_now=True)
+            self._captured_grads.take(unit)
             if unit in self._batch.started_backward or self.reductions.has_pending(unit):
                 self._reduce(unit)
             self._release(unit)

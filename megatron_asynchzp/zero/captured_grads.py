@@ -4,6 +4,7 @@
 autograd: each adds them to places whose addresses its graph keeps.
 """
 
+from collections import Counter
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,18 +14,24 @@ from torch import nn
 
 from megatron_asynchzp.zero.unit import HZPUnit
 
+_Place = tuple[str, int]
+"""Size of a unit, and which one of that size it is in its layer."""
+
 
 class CapturedGrads:
-    """Units of one size share places, in the dtype of the model. During the backward of a unit they
-    are that unit's; then its parameters have what is there, as if autograd had given it to them.
+    """Units of one size share places, in the dtype of the model, but those of one layer, which are
+    needed together. During the backward of a unit they are that unit's; then its parameters have
+    what is there, as if autograd had given it to them.
 
         main    | zero | B u2 adds | take, reduce u2 | zero | B u1 adds | take, reduce u1 |
     """
 
     def __init__(self):
-        self._places: dict[str, torch.Tensor] = {}
+        self._places: dict[_Place, torch.Tensor] = {}
+        self._place_of: dict[HZPUnit, _Place] = {}
         self._captured: dict[HZPUnit, list[int]] = {}
-        self._holders: dict[str, HZPUnit] = {}
+        self._holders: dict[_Place, HZPUnit] = {}
+        self._displaced: dict[HZPUnit, torch.Tensor] = {}
 
     @contextmanager
     def rehearsing(
@@ -32,54 +39,61 @@ class CapturedGrads:
     ) -> Generator[None]:
         """Around the capture: `main_grad` of the parameters of `units` is where a captured backward
         may add its gradient. captured: at the end, those to which one does."""
-        params: list[Any] = [param for unit in units for param in unit.params]
-        before = [getattr(param, "main_grad", None) for param in params]
+        params = [param for unit in units for param in unit.params]
+        before: list[Any] = [(param, getattr(param, "main_grad", None)) for param in params]
+        in_layer = Counter[tuple[str, str]]()
         for unit in units:
-            for param, place in zip(unit.params, unit.views_of(self._place_of(unit)), strict=True):
-                param.main_grad = place  # pyright: ignore[reportAttributeAccessIssue]
+            kind = (unit.layer, unit.size_key)
+            place = self._place_of[unit] = (unit.size_key, in_layer[kind])
+            in_layer[kind] += 1
+            if place not in self._places:
+                options: Any = {"dtype": unit.dtype, "device": unit.device}
+                self._places[place] = torch.zeros(unit.layout.padded_numel, **options)
+            for param, grad in zip(unit.params, unit.views_of(self._places[place]), strict=True):
+                param.main_grad = grad  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
-            for param, main_grad in zip(params, before, strict=True):
+            for param, main_grad in before:
                 param.main_grad = main_grad
         for unit in units:
             found = [index for index, param in enumerate(unit.params) if param in captured]
             if found:
                 self._captured[unit] = found
-        kept = {unit.size_key for unit in self._captured}
-        self._places = {key: place for key, place in self._places.items() if key in kept}
-
-    def _place_of(self, unit: HZPUnit) -> torch.Tensor:
-        if unit.size_key not in self._places:
-            self._places[unit.size_key] = torch.zeros(
-                unit.layout.padded_numel, dtype=unit.dtype, device=unit.device
-            )
-        return self._places[unit.size_key]
+        kept = {self._place_of[unit] for unit in self._captured}
+        self._places = {place: memory for place, memory in self._places.items() if place in kept}
 
     def begin(self, unit: HZPUnit) -> None:
-        """The backward of `unit` begins, or reaches it again."""
-        holder = self._holders.get(unit.size_key)
-        if unit not in self._captured or holder is unit:
-            return
-        if holder is not None:  # its input has no gradient, so nothing says when it is done
-            self.take(holder, is_read_now=False)
-        self._holders[unit.size_key] = unit
-        self._place_of(unit).zero_()
-
-    def take(self, unit: HZPUnit, is_read_now: bool) -> None:
-        """The backward of `unit` is done. is_read_now: whether its gradients are read before that
-        of another one begins."""
-        if self._holders.get(unit.size_key) is not unit:
-            return
-        del self._holders[unit.size_key]
-        self.give(unit, is_read_now)
-
-    def give(self, unit: HZPUnit, is_read_now: bool) -> None:
-        """What was captured has written all gradients of `unit` that it leaves there."""
+        """The backward of `unit` begins, or reaches it again, which adds to what is there."""
         if unit not in self._captured:
             return
-        place = self._place_of(unit)
-        grads = unit.views_of(place if is_read_now else place.clone())
+        place = self._place_of[unit]
+        if (holder := self._holders.get(place)) is unit:
+            return
+        if holder is not None:  # its input has no gradient, so nothing says when it is done
+            self._displaced[holder] = self._places[place].clone()
+        self._holders[place] = unit
+        if (displaced := self._displaced.pop(unit, None)) is None:
+            self._places[place].zero_()
+        else:
+            self._places[place].copy_(displaced)
+
+    def take(self, unit: HZPUnit) -> None:
+        """The backward of `unit` is done. Its gradients are read before that of another begins."""
+        place = self._place_of.get(unit)
+        if place is not None and self._holders.get(place) is unit:
+            del self._holders[place]
+            self.give(unit)
+        elif (displaced := self._displaced.pop(unit, None)) is not None:
+            self._add(unit, displaced)
+
+    def give(self, unit: HZPUnit) -> None:
+        """What was captured has written all gradients of `unit` that it leaves there."""
+        if unit in self._captured:
+            self._add(unit, self._places[self._place_of[unit]])
+
+    def _add(self, unit: HZPUnit, given: torch.Tensor) -> None:
+        grads = unit.views_of(given)
         for index in self._captured[unit]:
             param, grad = unit.params[index], grads[index]
             param.grad = grad if param.grad is None else param.grad + grad
@@ -87,3 +101,4 @@ class CapturedGrads:
     def forget(self) -> None:
         """No backward is under way, or what it has left does not count."""
         self._holders.clear()
+        self._displaced.clear()

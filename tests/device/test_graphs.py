@@ -20,6 +20,7 @@ from torch import nn
 from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import ShardTopology
+from megatron_asynchzp.zero import autograd
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
 from scripts.testbed.contenders.adam import owned_params
@@ -432,12 +433,13 @@ def test_what_a_capture_frees_of_another_graph_is_no_part_of_it(worlds: DeviceWo
 # ---- in the engine
 
 
-def train_with_seats(is_graphed: bool) -> list[float]:
+def train_with_seats(sizes: ShardSizes, is_graphed: bool) -> list[float]:
     """Losses of the engine with units that have seats. With graphs: after a step, whose loss keeps
-    the graph of autograd, it rehearses on a stream that waits for nothing, captures the blocks, and
-    computes once more."""
+    the graph of autograd, and an evaluation, it rehearses on a stream that has not waited for them,
+    warms up on one that waits for nothing, captures the blocks, and computes once more, of which
+    it keeps the graph of autograd."""
     model = new_toy()
-    sizes, plans = ShardSizes(2, 2, 2), plan_units(model, [*model.blocks])
+    plans = plan_units(model, [*model.blocks])
     topology = ShardTopology(2, dist.get_rank(), sizes)
     groups = ShardGroups.create(topology, dist.group.WORLD, timedelta(seconds=60))
     plans = [replace(plan, is_seated=plan.layer.startswith("blocks")) for plan in plans]
@@ -446,17 +448,32 @@ def train_with_seats(is_graphed: bool) -> list[float]:
     owned = [param for unit in runtime.units for param in owned_params(unit)]
     optimizer = torch.optim.AdamW(owned, lr=1e-2)
     samples = [torch.randn(4, 8, 16, device=device_of_rank(), requires_grad=True) for _ in range(3)]
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
     losses: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+
+    def rehearse() -> None:
+        side = torch.cuda.Stream()
+        with runtime.rehearsing():
+            with torch.cuda.stream(side):
+                model.blocks[0](samples[0])
+            torch.cuda.current_stream().wait_stream(side)
+            blocks = tuple(model.blocks)
+            torch.cuda.make_graphed_callables(blocks, tuple((one,) for one in samples))
+            kept.append(model.blocks[1](samples[1]))
+
     for step in range(4):
         if is_graphed and step == 1:
-            side = torch.cuda.Stream()
-            with runtime.rehearsing():
-                with torch.cuda.stream(side):
-                    model.blocks[0](samples[0])
-                torch.cuda.current_stream().wait_stream(side)
-                blocks = tuple(model.blocks)
-                torch.cuda.make_graphed_callables(blocks, tuple((one,) for one in samples))
-                model.blocks[1](samples[1])
+            with torch.no_grad():
+                model(toy_batch(step, 0, dist.get_rank()).to(device_of_rank()))
+            has_seats = sizes.param > 1  # else parameters lie where the caller leaves them
+            if not has_seats:
+                aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                rehearse()
+            if not has_seats:
+                torch.cuda.current_stream().wait_stream(aside)
         runtime.zero_grads()
         for index in range(2):
             with runtime.no_sync() if index == 0 else nullcontext():
@@ -471,21 +488,27 @@ def train_with_seats(is_graphed: bool) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def seats_under_laws(laws: list[Delays]) -> list[list[float]]:
+def seats_under_laws(laws: list[Delays]) -> list[list[list[float]]]:
+    """By shard sizes, without graphs and with them under each law."""
     from scripts.testbed.device import inside
 
-    found = [train_with_seats(False)]
-    for law in laws:
-        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
-        found.append(train_with_seats(True))
+    autograd.LARGE_GRAD_NBYTES = 0  # gradients are taken where autograd gives them
+    found = []
+    for number, sizes in enumerate((ShardSizes(2, 2, 2), ShardSizes(1, 1, 2))):
+        inside.set_delays(Delays(), dist.get_rank(), dist.get_world_size())
+        found.append([train_with_seats(sizes, False)])
+        for law in laws[number::2]:
+            inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+            found[-1].append(train_with_seats(sizes, True))
     return found
 
 
 def test_units_with_seats_are_captured_between_two_steps(worlds: DeviceWorlds):
     laws = [Delays(law, seed) for seed, law in enumerate(LAWS)]
-    for eager, *graphed in worlds.run(seats_under_laws, 2, laws, timeout_s=120):
-        assert len(set(eager)) == 8
-        assert graphed == [eager] * len(laws)
+    for found in worlds.run(seats_under_laws, 2, laws, timeout_s=120):
+        for eager, *graphed in found:
+            assert len(set(eager)) == 8 and graphed
+            assert graphed == [eager] * len(graphed)
 
 
 # ---- around units of shard()

@@ -75,8 +75,8 @@ MUTANTS = [
         "tied-weights-reduced-early",
         "the gradient of a weight that two modules use is complete when it is reduced",
         "zero/autograd.py",
-        "is_reduced = unit not in self._reduce_last",
-        "is_reduced = True",
+        "            if unit not in self._reduce_last:",
+        "            if True:",
         (
             "tests/zero/test_traffic.py::"
             "test_a_weight_that_two_modules_use_is_reduced_once_for_each_micro_batch"
