@@ -7,7 +7,7 @@ the grid of those layers, so that nothing is lost.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from math import prod
 
 import torch
@@ -73,22 +73,21 @@ class _Part:
     first: int
     place: slice
 
-    def pieces(self, cut: int = 0) -> list[slice]:
-        """None goes over `cut`, or is of more than _MOST_AT_ONCE elements and a row of blocks."""
+    def pieces(self) -> list[slice]:
+        """None is of more than _MOST_AT_ONCE elements or a row of blocks, and each row of blocks
+        lies in one."""
         start, stop, most = self.place.start, self.place.stop, _MOST_AT_ONCE
         if self.grid.side:
             band = self.grid.side * self.shape[1]
             most = max(most // band, 1) * band
-        starts = {start, *range(start - self.first % most + most, stop, most)}
-        starts |= {min(max(cut, start), stop)}
-        return [slice(*ends) for ends in pairwise(sorted(starts | {stop}))]
+        ends = [start, *range(start - self.first % most + most, stop, most), stop]
+        return list(starmap(slice, pairwise(ends)))
 
     def raise_to(self, amax: torch.Tensor, piece: slice, values: torch.Tensor) -> None:
         """Raise the blocks' `amax` (fp32) to the magnitudes of `values`, those of a piece."""
         own = amax[self.blocks]
         if self.grid.side is None:
-            found = torch.linalg.vector_norm(values, torch.inf)  # pyright: ignore[reportUnknownMemberType]
-            own.copy_(torch.maximum(own, _infinite_for_nan(found)))
+            own.copy_(torch.maximum(own, _infinite_for_nan(values.abs().amax())))
             return
         side, (bands, before, numel, columns) = self.grid.side, self._bands(piece)
         wide = round_up(columns, side)
@@ -97,9 +96,7 @@ class _Part:
         blocks = pad(padded.view(-1, columns), (0, wide - columns)).view(
             -1, side, wide // side, side
         )
-        found = _infinite_for_nan(blocks.abs().amax((1, 3)))
-        some = own.view(-1, wide // side)[bands]
-        some.copy_(torch.maximum(some, found))
+        own.view(-1, wide // side)[bands] = _infinite_for_nan(blocks.abs().amax((1, 3)))
 
     def spread(self, of_blocks: torch.Tensor, piece: slice) -> torch.Tensor:
         """The number of each element's block, of a piece; one where that is one block."""
@@ -225,13 +222,13 @@ class CodedGather:
         messages = wire.view(len(self._coded), self.message_nbytes)
         for place, message in enumerate(messages):
             target = full[place * self._numel :][: self._numel]
-            # From front to back, two bytes are written for each one that is read: those from the
+            # From front to back, two bytes are written for each one that is read: pieces from the
             # `ahead`th on would be written before they are read.
             ahead = message.data_ptr() - target.data_ptr()
             late = message[ahead:].clone() if ahead < self._numel else message[self._numel :]
             ahead = min(ahead, self._numel)
             for part in self._coded[place]:
-                for some in part.pieces(ahead):
+                for some in part.pieces():
                     is_late, length = some.start >= ahead, some.stop - some.start
                     codes = late[some.start - ahead :] if is_late else message[some.start :]
                     values = codes[:length].view(CODE).to(full.dtype)

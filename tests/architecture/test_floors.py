@@ -27,7 +27,7 @@ BUDGETS = {
     "at_rest": 815,
     "attention": 2605,
     "checkpoint_files": 1600,
-    "comm": 2403,
+    "comm": 2400,
     "commands": 2995,
     "cpu_platform": 1050,
     "failure": 900,

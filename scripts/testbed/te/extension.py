@@ -101,11 +101,16 @@ def _pad(scales: Tensor, *multiples: int) -> Tensor:
     return torch.nn.functional.pad(scales, (0, columns, 0, rows))
 
 
+def _is_delayed(quantizer: Any) -> bool:
+    """Version 2.15 gives the others a place for a scale too."""
+    return type(quantizer).__name__ == "Float8Quantizer"
+
+
 def _per_tensor(x: Tensor, quantizer: Any) -> dict[str, Any]:
     """Source: pytorch/csrc/quantizer.cpp, Float8Quantizer and Float8CurrentScalingQuantizer."""
     dtype = _torch_dtype(quantizer.dtype)
     amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    if hasattr(quantizer, "scale"):  # delayed: the scale is there, the magnitude is kept
+    if _is_delayed(quantizer):  # the scale is there, the magnitude is kept
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
         scale = quantizer.scale.view(())
     else:
@@ -238,7 +243,7 @@ def _kind_of(quantizer: Any) -> _Kind:
 
 
 def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
-    seen = quantizer.amax.clone() if noop is not None and hasattr(quantizer, "scale") else None
+    seen = quantizer.amax.clone() if noop is not None and _is_delayed(quantizer) else None
     made = _kind_of(quantizer).build(x.detach(), quantizer)
     if out is None:
         return made
