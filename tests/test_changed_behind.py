@@ -462,7 +462,7 @@ def ends_on_a_device(sizes: Sizes, in_forward: bool) -> str:
     made = shard(model, list(model), ShardSizes(*sizes), new_optimizer)
     if in_forward:
         model[1].register_forward_pre_hook(lambda layer, _: halve(layer.weight))
-    with pytest.raises(ConfigurationError) as found:
+    with pytest.raises((ConfigurationError, CollectiveFailure)) as found:
         for _ in range(4):
             made.zero_grad()
             model(inputs_of(0, dist.get_rank(), device)).pow(2).mean().backward()
@@ -476,5 +476,6 @@ def ends_on_a_device(sizes: Sizes, in_forward: bool) -> str:
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 2, 2)])
 def test_on_a_device_such_a_run_ends_in_the_next_step(worlds: DeviceWorlds, sizes: Sizes):
     for text, in_forward in (("changing_params()", False), ("1: its parameters were wri", True)):
-        for line in worlds.run(ends_on_a_device, 2, sizes, in_forward, watches=False):
-            assert text in line and "\n" not in line
+        lines = worlds.run(ends_on_a_device, 2, sizes, in_forward, watches=False)
+        # A rank may be told before it finds out by itself.
+        assert any(text in line for line in lines) and not any("\n" in line for line in lines)
