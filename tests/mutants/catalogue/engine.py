@@ -181,4 +181,15 @@ MUTANTS = [
         "pass",
         "tests/zero/test_parts.py::test_a_model_in_parts_has_the_gradients_of_its_calls_in_every_bit",
     ),
+    Mutant(
+        "host-states-not-stored",
+        "an update of states that are on the host goes back there",
+        "at_rest/host_states.py",
+        "            self.on_host[kind].copy_(values, non_blocking=True)",
+        "            pass",
+        (
+            "tests/at_rest/test_host_states.py::"
+            "test_losses_norms_weights_and_states_are_those_without_it[sizes0-dtype0-groups-schedule0]"
+        ),
+    ),
 ]
