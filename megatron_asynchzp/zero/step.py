@@ -416,8 +416,10 @@ class StepScheduler:
             self.sent_check.refuse_write(unit)
 
     def refuse_write_in_use(self, unit: HZPUnit) -> None:
-        """After a call with `unit`: refuse_writes, of what its module wrote to its parameters."""
+        """After a call with `unit`, which may have been sent back meanwhile: refuse_writes, of what
+        its module wrote to its parameters."""
         if self._refuses_writes and unit.is_unsharded and not self.gathers.was_sent(unit):
+            self.gathers.await_sync(unit)
             self.sent_check.refuse_write_in_use(unit)
 
     # ---- what may be done when
