@@ -125,6 +125,7 @@ def save_and_resume(argv: list[str], folder: str) -> list[bool]:
     return same
 
 
+@pytest.mark.slow  # tests/at_rest/test_host_states.py has it in small
 def test_a_checkpoint_of_such_a_run_goes_on_bit_for_bit_with_it_and_without(tmp_path: Path):
     argv = gpt_args("--train-iters", "4", "--bf16", *size_flags((1, 2, 2)))
     assert on_ranks(save_and_resume, 2, argv, str(tmp_path)) == [[True] * 5] * 2
