@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_asynchzp.device import Device
+from megatron_asynchzp.sharding.host_room import aligned_nbytes
 
 NUM_COPIES = 10
 """At most so many between device and host: many small ones reach a small part of its speed."""
-
-_ALIGNMENT = 512  # bytes
 
 
 @dataclass
@@ -109,10 +108,10 @@ def _packs(storages: Iterable[torch.UntypedStorage]) -> list[list[torch.UntypedS
 
 
 def _stops(pack: Sequence[_Moved]) -> list[int]:
-    """Where each ends in its pack; each begins at a multiple of _ALIGNMENT."""
+    """Where each ends in its pack; each begins at an aligned place."""
     stops: list[int] = []
     for one in pack:
-        begin = -(-stops[-1] // _ALIGNMENT) * _ALIGNMENT if stops else 0
+        begin = aligned_nbytes(stops[-1]) if stops else 0
         stops.append(begin + one.nbytes)
     return stops
 

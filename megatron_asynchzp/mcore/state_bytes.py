@@ -34,9 +34,8 @@ def state_nbytes_by_formula(
         sizes, layout = unit.groups.topology.sizes, unit.layout
         numel = layout.padded_numel if with_padding else layout.numel
         mean, main_grad = mean_moment_nbytes(unit, moments), unit.groups.main_grad_dtype.itemsize
-        found = state_nbytes(numel, unit.dtype.itemsize, sizes, mean, main_grad)
-        if not unit.is_trained:
-            found |= dict.fromkeys(found.keys() - {"model_param"}, 0.0)
+        itemsize = unit.dtype.itemsize
+        found = state_nbytes(numel, itemsize, sizes, mean, main_grad, unit.is_trained)
         of_units.append((found, unit.is_on_host))
     return total_nbytes(of_units)
 

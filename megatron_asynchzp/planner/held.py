@@ -237,11 +237,8 @@ class Held:
         total: list[tuple[dict[str, float], bool]] = []
         for unit in units:
             moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
-            sizes = self.groups[unit.group].sizes
-            itemsize, main_grad = self.model.itemsize, self.plan.main_grad
-            found = state_nbytes(numel_of(unit), itemsize, sizes, moments, main_grad)
-            if not unit.is_trained:
-                found |= dict.fromkeys(found.keys() - {"model_param"}, 0.0)
+            shape = numel_of(unit), self.model.itemsize, self.groups[unit.group].sizes
+            found = state_nbytes(*shape, moments, self.plan.main_grad, unit.is_trained)
             total.append((found, any(unit is one for one in on_host)))
         return total
 

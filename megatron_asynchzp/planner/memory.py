@@ -31,18 +31,20 @@ def state_nbytes(
     sizes: ShardSizes,
     moments: float = 2 * _FP32,
     main_grad: int = _FP32,
+    is_trained: bool = True,
 ) -> dict[str, float]:
-    """AsyncHZP section 3, without padding: b N/P, 4 N/G, 4 N/O and m N/O.
+    """AsyncHZP section 3, without padding: b N/P, and where trained 4 N/G, 4 N/O and m N/O.
 
     b: itemsize of the model's parameters (fp32 ones are their own main parameters); moments: bytes
     of the optimizer's states per element, m: 8 for Adam in fp32, 4 with both moments in bf16;
     main_grad: of main gradients, 2 in bf16.
     """
+    trained = numel if is_trained else 0.0
     return {
         "model_param": numel * itemsize / sizes.param,
-        "main_grad": main_grad * numel / sizes.grad,
-        _MAIN: 0.0 if itemsize == _FP32 else _FP32 * numel / sizes.optim,
-        _MOMENTS: moments * numel / sizes.optim,
+        "main_grad": main_grad * trained / sizes.grad,
+        _MAIN: 0.0 if itemsize == _FP32 else _FP32 * trained / sizes.optim,
+        _MOMENTS: moments * trained / sizes.optim,
     }
 
 

@@ -7,6 +7,8 @@ these are updated. Needs no tensors.
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from megatron_asynchzp.sharding.layout import round_up
+
 NUM_PLACES = 2
 """For the states of so many units at a time: one comes, or goes, while the other is updated."""
 
@@ -24,8 +26,8 @@ def num_on_host(numels: Sequence[int], fraction: float) -> int:
 
 
 def aligned_nbytes(nbytes: int) -> int:
-    """What `nbytes` take in a place."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    """What `nbytes` take where others follow, in a place or in one copy."""
+    return round_up(nbytes, _ALIGNMENT)
 
 
 def room_nbytes(units_nbytes: Iterable[float]) -> float:

@@ -151,8 +151,8 @@ MUTANTS = [
         "gradients-at-rest-over-the-wrong-ranks",
         "a rank holds 2N/P + 4N/G + 12N/O bytes at rest",
         "planner/memory.py",
-        '"main_grad": main_grad * numel / sizes.grad,',
-        '"main_grad": main_grad * numel / sizes.param,',
+        '"main_grad": main_grad * trained / sizes.grad,',
+        '"main_grad": main_grad * trained / sizes.param,',
         (
             "tests/planner/test_memory.py::"
             "test_at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes"
