@@ -31,7 +31,8 @@ from scripts.testbed.megatron_runs import listening
 
 SCRIPT = ROOT / "scripts" / "train" / "pretrain_gpt.py"
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-# The last steps count implicit waits, which makes them slower: their time is not used.
+# So many steps count implicit waits, which makes them slower: their time is not used. The last one
+# comes after them, because a save at the end of a run waits.
 COUNTED_STEPS = 2
 
 
@@ -69,7 +70,7 @@ class Recorder:
         self.steps: list[dict[str, float | None]] = []
         self.waits: Counter[str] = Counter()
         self._begin_s: float | None = None
-        self._counting: ExitStack | None = None
+        self._counting = ExitStack()
 
     def begin_step(self) -> None:
         from megatron.training import get_args
@@ -79,10 +80,11 @@ class Recorder:
             self.steps[-1]["seconds"] = now_s - self._begin_s
         self._begin_s = now_s
         args: Any = get_args()
-        is_counted = len(self.steps) >= args.train_iters - args.iteration - COUNTED_STEPS
-        if is_counted and self._counting is None and self._is_cuda():
-            self._counting = ExitStack()
+        left = args.train_iters - args.iteration - len(self.steps)
+        if left == COUNTED_STEPS + 1 and self._is_cuda():
             self._counting.enter_context(counted_synchronisations(self.waits))
+        elif left == 1:
+            self._counting.close()
 
     def end_step(self, logged: dict[str, Any]) -> None:
         loss, norm = logged["loss_dict"].get("lm loss"), logged["grad_norm"]
@@ -102,8 +104,6 @@ class Recorder:
         return not cpu_platform.is_installed()
 
     def write(self, folder: Path) -> None:
-        if self._counting is not None:
-            self._counting.close()
         record = {"steps": self.steps, "waits": self.waits}
         (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
 

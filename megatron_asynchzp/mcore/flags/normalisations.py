@@ -151,6 +151,8 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      lambda args: not gathers_bf16_of_mxfp8(args)),
     ("--fp8-param-gather", "fp8_param_gather", False, _BF16, *_LOST),
     ("--fp4-param-gather", "fp4_param_gather", False, _BF16_OF_FP4, *_LOST),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _CODES,
+     lambda args: not (args.fp8_param_gather and can_send_codes(args))),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _AS_MXFP8,
      lambda args: not gathers_bf16_of_mxfp8(args)),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16,

@@ -118,6 +118,8 @@ _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "codes", False),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", "codes", False),
         ("--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather", "1", True),
+        (_REUSED.replace("mxfp8 ", "blockwise ", 1), "codes", False),
+        (_REUSED.replace("mxfp8 ", "tensorwise ", 1), "codes", False),
         (_FUSED_EXPERTS, "2 bytes each instead of 1", True),
         (_REUSED, "as in stock Megatron 2 bytes a parameter travel", False),
         (_MXFP8, "2 bytes each instead of 1", True),
@@ -130,6 +132,8 @@ def test_what_becomes_of_gathers_in_fp8_depends_on_what_stock_gathers(parse, lin
     lines = normalize_args(args)
     told = [one for one in lines if one.startswith("fp8_param_gather = False: ")]
     assert len(told) == 1 and said in told[0]
+    reused = [one for one in lines if one.startswith("reuse_grad_buf_for_mxfp8_param_ag = ")]
+    assert all(said in one for one in reused) and len(reused) == ("--reuse" in line)
     rules = [rule for rule in NORMALISATIONS if rule.is_in(lines) and "param_" in rule.name]
     assert {rule.is_lost for rule in rules if "overlap" not in rule.name} == {is_lost}
     assert getattr(args, "asynchzp_sends_codes", False) == (said == "codes")
