@@ -79,7 +79,7 @@ def main(argv: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     folder = options.json.parent / "gpu_check_logs"
     folder.mkdir(exist_ok=True)
     place = Place.of_this_machine(folder)
-    limits = [check.limit_at(place) for check in options.checks]
+    limits = [place.longest_s(check.limit_s) for check in options.checks]
     deadline = time.monotonic() + (options.time_limit or sum(limits))
     outcomes: list[Outcome] = []
     try:

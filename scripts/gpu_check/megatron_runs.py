@@ -98,8 +98,8 @@ def run_pretrain(
     env: Mapping[str, str] | None = None,
 ) -> Run:
     """Train on `ranks` ranks of this machine. Raises CheckFailed for a run that does not end, or
-    not with status 0; its log is NAME.log."""
-    records = place.folder / name
+    not with status 0; its log is NAME.log. limit_s: on a large device."""
+    limit_s, records = place.longest_s(limit_s), place.folder / name
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()
     # fmt: off

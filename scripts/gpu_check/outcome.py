@@ -11,6 +11,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 _CORES = {"cuda": "multi_processor_count", "npu": "cube_core_num"}
 _LARGE = 16  # of them
+_SMALL = 10  # times as long
 
 
 class CheckFailed(Exception):
@@ -45,6 +46,10 @@ class Place:
     @property
     def is_cuda(self) -> bool:
         return self.device == "cuda"
+
+    def longest_s(self, limit_s: float) -> float:
+        """Seconds after which is ended what takes `limit_s` at most on a large device."""
+        return limit_s * (1 if self.is_large else _SMALL)
 
     def need_gpus(self, number: int) -> None:
         """Raise CheckSkipped where there are fewer."""

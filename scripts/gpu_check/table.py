@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from scripts.gpu_check.outcome import CheckSkipped, Place
 
-_SMALL = 5  # times as long
 _MEGATRON_ON_NPUS = "it starts Megatron without what scripts/train/on_ascend.py brings"
 
 
@@ -32,10 +31,6 @@ class Check:
     options: tuple[int, ...] = ()
     trains_megatron: bool = False
     not_on_npus: str = ""
-
-    def limit_at(self, place: Place) -> float:
-        """Seconds after which it is ended: what it does is known to fit on a large device alone."""
-        return self.limit_s * (1 if place.is_large else _SMALL)
 
     def need(self, place: Place) -> None:
         """Raise CheckSkipped, with the reason, where it cannot run."""

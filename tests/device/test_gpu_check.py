@@ -61,21 +61,30 @@ def test_every_check_passes_on_the_emulated_device(
     assert [row for row in rows.values() if row["status"] != "passed"] == []
 
 
+NEEDS_MORE = "needs a GPU of compute capability 10.0, this one has 9.0"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_devices", "major", "names"),
+    [(1, 9, RECIPE_NAMES), (2, 10, ("tensorwise", "mxfp8", "nvfp4"))],
+)
 def test_each_recipe_has_a_check_that_passes_or_says_what_gpu_it_needs(
-    te_worlds: DeviceWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    te_worlds: DeviceWorlds,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_devices: int,
+    major: int,
+    names: tuple[str, ...],
 ):
     """Each with the parts of Transformer Engine that are not its kernels."""
     paths = [str(te_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("GPU_CHECK_PRELOAD", "scripts.testbed.te.preload")
-    of_hopper = run(tmp_path, 1, [*RECIPE_NAMES])
-    skipped = {name: row["reason"] for name, row in of_hopper.items() if row["status"] != "passed"}
-    reason = "needs a GPU of compute capability 10.0, this one has 9.0"
-    assert skipped == {"mxfp8": reason, "nvfp4": reason}
-    monkeypatch.setenv("ASYNCHZP_DEVICE_MAJOR", "10")
-    rows = run(tmp_path, 2, ["tensorwise", "mxfp8", "nvfp4"])
-    assert [row for row in rows.values() if row["status"] != "passed"] == []
+    monkeypatch.setenv("ASYNCHZP_DEVICE_MAJOR", str(major))
+    rows = run(tmp_path, num_devices, [*names])
+    reasons = {name: row["reason"] for name, row in rows.items() if row["status"] != "passed"}
+    assert reasons == (dict.fromkeys(("mxfp8", "nvfp4"), NEEDS_MORE) if major < 10 else {})
 
 
 def _without_wait(lane: str) -> AbstractContextManager:

@@ -90,12 +90,11 @@ def test_a_check_that_fails_is_named_and_the_others_run(tmp_path, capsys):
 
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path):
-    checks = [double("hangs", doubles.HANGS, limit_s=2.0), double("passes", doubles.PASSES)]
+    checks = [double("hangs", doubles.HANGS, limit_s=1.0), double("passes", doubles.PASSES)]
     status, rows, _ = run(tmp_path, checks=checks)
     assert status == 1
-    assert rows["hangs"]["reason"].startswith(
-        "not finished after 10 s"
-    )  # five times as long on a CPU
+    # On a CPU after ten times as long.
+    assert rows["hangs"]["reason"].startswith("not finished after 10 s")
     assert rows["passes"]["status"] == "passed"
     below = int(next(tmp_path.rglob("below")).read_text())
     deadline = time.monotonic() + 5.0
