@@ -166,6 +166,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "codes-by-the-scale-of-another-block",
+        "each block of a weight travels by its own scale",
+        "comm/codes.py",
+        "[bands].repeat_interleave(side, 1)",
+        "[bands].flip(1).repeat_interleave(side, 1)",
+        (
+            "tests/zero/test_codes.py::"
+            "test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes"
+        ),
+    ),
+    Mutant(
         "codes-read-as-weights",
         "a layer that is called outside FP8 gets no codes",
         "zero/autograd.py",
