@@ -27,10 +27,9 @@ def can_fuse_grads() -> bool:
 def can_send_codes(args: Namespace) -> bool:
     """Whether gathers in FP8 leave every bit as it is: each weight, or each block of 128 x 128,
     has one scale, which follows from it, and backward computes with the same codes as forward."""
-    if not (args.fp8 and args.bf16 and args.fp8_recipe in ("tensorwise", "blockwise")):
-        return False
+    is_exact = args.fp8 and args.bf16 and args.fp8_recipe in ("tensorwise", "blockwise")
     is_tested = not (args.te_precision_config_file or args.use_transformer_engine_op_fuser)
-    return is_tested and not os.getenv("NVTE_BACKWARD_OVERRIDE")
+    return bool(is_exact and is_tested) and not os.getenv("NVTE_BACKWARD_OVERRIDE")
 
 
 def gathers_bf16_of_mxfp8(args: Namespace) -> bool:
