@@ -189,3 +189,14 @@ def test_a_figure_a_link_and_a_table_without_a_source_are_seen(tmp_path):
     table = "Made by {}.\n\n| a |\n|---|\n| 3 ms |\n"
     assert not tables_without_a_source(table.format("tests/test_claims.py"))
     assert tables_without_a_source(table.format("tests/test_nothing.py")) == ["| 3 ms |"]
+
+
+def test_the_table_of_bytes_at_rest_is_the_formula_above_it():
+    text = prose(README.read_text())
+    [params] = re.findall(r"N = (\S+),", text)
+    rows = re.findall(r"^\| .* \| (\d+), (\d+), (\d+) \| ([\d.]+) \|", text, re.MULTILINE)
+    assert len(rows) == 5
+    for *sizes, gib in rows:
+        param, grad, optim = map(int, sizes)
+        nbytes = float(params) * (2 / param + 4 / grad + 12 / optim)
+        assert gib == f"{nbytes / 2**30:.1f}", sizes

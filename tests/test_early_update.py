@@ -82,7 +82,7 @@ def hook(sharded: ShardedModel, step: int) -> None:
 
 WAYS = [nothing, clip_never, clip_now_and_then, clip_twice, write_grads, replace_grads]
 WAYS += [write_after_clipping, write_params, change_rate, evaluate, save, hook]
-FAST_WAYS = [write_after_clipping, write_params, hook]
+FAST_WAYS = [write_params, hook]
 
 
 def train(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from scripts.report.records import markdown_table
 
-_VERDICTS = "runs as it is", "runs weakened", "is refused", "Megatron itself refuses it"
+_VERDICTS = "accepted as it is", "accepted, weakened", "refused", "Megatron itself refuses it"
 
 
 def count(lines: Sequence[dict], what: str) -> str:
@@ -49,7 +49,7 @@ def by_verdict(lines: Sequence[dict]) -> str:
         [title, str(len(part)), cause]
         for title, part, cause in zip(_VERDICTS, parts, causes, strict=True)
     ]
-    return markdown_table(["your recipe", f"of {len(lines)}", "by"], rows, 3)
+    return markdown_table(["the recipe is", f"of {len(lines)}", "because of"], rows, 3)
 
 
 def lost(lines: Sequence[dict]) -> str:

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a step of ZeRO-3 and one of the three sizes, as the planner simulates them: what a rank
-computes, and what the links within a node and between nodes carry."""
+"""Draws a step of ZeRO-3, of the distributed optimizer's sizes and of the three sizes here, as the
+planner simulates them: what a rank computes, and what the links within a node and between nodes
+carry."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,11 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 _MODEL = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 8, (), False)
 _MICRO_BATCHES = 4
 _NODES, _CARDS, _CARD_GB_S = 8, 1, 12.5
-_SIZES = {"ZeRO-3: P, G, O = 64, 64, 64": (64, 64, 64), "AsyncHZP: P, G, O = 8, 8, 64": (8, 8, 64)}
+_SIZES = {
+    "ZeRO-3: P, G, O = 64, 64, 64": (64, 64, 64),
+    "Sizes of the distributed optimizer: 1, 1, 64": (1, 1, 64),
+    "AsyncHZP's default: 8, 8, 64": (8, 8, 64),
+}
 _LANES = ("computes", "within a node", "between nodes")
 _COLOURS = {
     "forward": BLUE,
@@ -40,10 +45,10 @@ _MEANINGS = {
 }
 _CAPTION = (
     f"Simulated by the planner, not measured: 8 layers of width 4096, {_MICRO_BATCHES} "
-    f"micro-batches, {_NODES} nodes of 8 A100 whose GPUs share one card of 100 Gbit/s.",
-    "ZeRO-3 gathers and reduces across nodes in each micro-batch, AsyncHZP sends across nodes once "
-    "in a step.",
-    "With a card for each GPU the difference is smaller: asynchzp plan computes yours.",
+    f"micro-batches, {_NODES} nodes of 8 A100 whose GPUs share 100 Gbit/s.",
+    "ZeRO-3 gathers and reduces across nodes in each micro-batch, the others send across nodes "
+    "once in a step.",
+    "With 100 Gbit/s for each GPU the difference is smaller: asynchzp plan computes yours.",
 )
 
 
@@ -60,7 +65,7 @@ def draw(file: Path) -> None:
     """Write the picture as a PNG to `file`."""
     from matplotlib.patches import Patch
 
-    figure = styles.new_figure(5.1)
+    figure = styles.new_figure(6.6)
     panels = figure.subplots(len(_SIZES), 1, sharex=True)
     for (title, sizes), axes in zip(_SIZES.items(), panels, strict=True):
         _draw_step(axes, title, costing(sizes))
@@ -89,6 +94,7 @@ def _draw_step(axes: Any, title: str, one: Costing) -> None:
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_ylim(len(_LANES) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
-    left = one.node_nbytes / 1e9
-    styles.set_title(axes, f"{title}: {step.step_s:.1f} s, {left:.0f} GB leave a node")
+    left, held = one.node_nbytes / 1e9, one.memory.states / 2**30
+    facts = f"{step.step_s:.1f} s, {left:.0f} GB leave a node, {held:.1f} GiB a rank at rest"
+    styles.set_title(axes, f"{title}: {facts}")
     bare(axes)

@@ -104,7 +104,7 @@ def train_each(
     "sizes, dtype, name, schedule",
     [
         ((1, 2, 2), BF16, "groups", {"early_update": "on"}),
-        ((2, 2, 2), FP32, "amsgrad", {}),
+        slow_unless(False, (2, 2, 2), FP32, "amsgrad", {}),
         slow_unless(False, (2, 1, 2), BF16, "AdamW", {}),
         *(
             slow_unless(False, sizes, dtype, name, {"kind": kind})
@@ -138,8 +138,8 @@ def save_and_load(folder: Path) -> bool:
         saved = [(path, expected if end is None else end) for path, end in saved]
         sharded.close()
     assert all(end == saved[0][1] for _, end in saved)
-    for path, expected in saved:
-        for fraction in (0.0, 1.0):
+    for index, (path, expected) in enumerate(saved):
+        for fraction in (0.0, 1.0) if index == len(saved) - 1 else (float(index % 2),):
             other = new_sharded((2, 2, 2), BF16, "AdamW", fraction)
             train_step(other, 5)  # states that are written over
             state = other.state_dict()

@@ -31,6 +31,7 @@ from tests.mutants.on_device import (
     noticed_in,
     table_of,
 )
+from tests.support.selection import some_and_rest
 
 RECOMPUTATION = 1  # its place among the programs
 A_HANDFUL = {
@@ -44,9 +45,12 @@ A_HANDFUL = {
 }
 
 
-def test_a_fault_of_the_device_path_is_noticed_and_by_whom_it_is_to_be(worlds: DeviceWorlds):
+@pytest.mark.parametrize("faults", some_and_rest(A_HANDFUL, [*A_HANDFUL][3:]))
+def test_a_fault_of_the_device_path_is_noticed_and_by_whom_it_is_to_be(
+    worlds: DeviceWorlds, faults: list[Fault]
+):
     runner = Runner(worlds, [RECOMPUTATION])
-    for one in runner.try_all(A_HANDFUL):
+    for one in runner.try_all(faults):
         assert one.by in A_HANDFUL[one.fault], one
 
 

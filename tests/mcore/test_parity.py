@@ -187,13 +187,13 @@ def test_every_precision_recompute_and_loss_on_2_ranks_is_stock_ddp():
 def test_experts_on_4_ranks_are_stock_ddp():
     # Mamba layers, and a router balanced by biases, are in no other fast test.
     variants = [*FAST_EXPERTS, *named(SHRUNK_MODELS, ["Nemotron-3 Nano"])]
-    run(in_turn(variants, [(2, 4, 4), (1, 2, 4)]), 4)
+    run(in_turn(variants, [(2, 4, 4), (1, 2, 4)]), 4, FEW_STEPS - 1)
 
 
 def test_tensor_and_pipeline_parallel_models_on_4_ranks_are_stock_ddp():
     kept = [one for one in KEPT if one.name == "kept: interleaved pipeline"]
     variants = [*named(TWO_RANK_MODELS, FAST_TWO_RANK_MODELS), *kept]
-    run(in_turn(variants, [(2, 2, 2), (1, 2, 2)]), 4)
+    run(in_turn(variants, [(2, 2, 2), (1, 2, 2)]), 4, FEW_STEPS - 1)
 
 
 @pytest.mark.slow  # on the engine it is fast, in tests/zero/test_engine_parity.py

@@ -84,6 +84,7 @@ def assert_identical(of_ranks: list[list[tuple]], iterations: int) -> None:
             assert numbers == inline[name], (name, kind)
 
 
+@pytest.mark.slow  # on the engine it is fast, in tests/zero/test_schedules.py
 def test_the_three_schedules_are_identical_over_3_steps_of_megatron():
     assert_identical(on_ranks(run_schedules, 4, ALL[:1], 3), 3)
 
