@@ -284,9 +284,56 @@ def check_two_models() -> None:
             sharded.close()
 
 
-@pytest.mark.habit("several models in one graph")
-def test_several_models_in_one_graph_and_a_frozen_one_train_as_in_one_process():
-    run_ranks(check_two_models, 4)
+def check_turns() -> None:
+    """A generator and its critic, each of which is trained through the other or beside it."""
+
+    def build_both() -> list[nn.Sequential]:
+        torch.manual_seed(3)
+        layers = [[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)] for _ in range(2)]
+        return [nn.Sequential(*each) for each in layers]
+
+    def loss_of(models: list[nn.Sequential], turn: int, step: int, rank: int) -> torch.Tensor:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(9 * step + rank))
+        made = models[0](x)
+        if turn == 0:
+            return models[1](made).sin().sum()
+        return (models[1](made.detach()) - models[1](x)).square().sum()
+
+    world, models = dist.get_world_size(), build_both()
+    optimizers = [new_adamw(model.parameters()) for model in models]
+    expected = []
+    for step in range(STEPS):
+        for turn in (1, 0, 1):
+            optimizers[turn].zero_grad()
+            losses = [loss_of(models, turn, step, rank) / world for rank in range(world)]
+            backward_all(losses)
+            optimizers[turn].step()
+            expected.append(pytest.approx(sum(loss.item() for loss in losses), rel=1e-6))
+    for sizes in SIZES_OF_4:
+        models, found = build_both(), []
+        both = [shard(one, list(one), ShardSizes(*sizes), new_adamw) for one in models]
+        for step in range(STEPS):
+            for turn in (1, 0, 1):
+                both[turn].zero_grad()
+                loss = loss_of(models, turn, step, dist.get_rank())
+                loss.backward()
+                both[turn].step()
+                total = loss.detach() / world
+                dist.all_reduce(total)
+                found.append(total.item())
+        assert found == expected, sizes
+        for sharded in both:
+            sharded.close()
+
+
+def check_several_models() -> None:
+    check_two_models()
+    check_turns()
+
+
+@pytest.mark.habit("several models in one graph", "a GAN: models that are trained in turn")
+def test_several_models_in_one_graph_in_turn_and_a_frozen_one_train_as_in_one_process():
+    run_ranks(check_several_models, 4)
 
 
 def check_average() -> None:

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The status of `asynchzp launch` after a SIGTERM is that of its ranks, and a rendezvous that is
-gone does not hold it."""
+"""The status of `asynchzp launch` after a SIGTERM is that of its ranks, a rendezvous that is gone
+does not hold it, and it says where it waits for other nodes."""
 
 import signal
 import subprocess
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_asynchzp.commands import torchrun
+from scripts.testbed.ranks import free_port
 
 
 class Ended:
@@ -63,6 +64,7 @@ def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
         monkeypatch.setattr(torchrun, "time", clock)
         raise torchrun.ChildFailedError("", {0: ProcessFailure(0, 1, 1, "")})
 
+    monkeypatch.setattr(torchrun, "watch_meeting", lambda ranks, where: None)
     monkeypatch.setattr(torchrun, "watch_ranks", dict)
     monkeypatch.setattr(torchrun, "watch_rendezvous", lambda are_gone: None)
     monkeypatch.setattr(torchrun.run, "main", fail)
@@ -106,3 +108,20 @@ def test_where_the_store_of_the_rendezvous_does_not_answer_it_ends_when_its_rank
     assert (ended.returncode, ended.stdout) == (1, "the ranks have ended\n")
     line = "megatron_asynchzp: no rank of this node is left, and the rendezvous does not answer: "
     assert ended.stderr.startswith(line) and ended.stderr.count("\n") == 1
+
+
+_ALONE = """
+import os, sys, threading
+from megatron_asynchzp.commands import torchrun
+torchrun._MISSED_AFTER_S, torchrun._MISSED_AGAIN_S = 0.2, 0.3
+threading.Timer(3.0, os._exit, [3]).start()
+torchrun.main([*sys.argv[1:], "--node-rank", "1", "--master-addr", "127.0.0.1", "script.py"])
+"""
+
+
+def test_a_node_whose_first_node_does_not_come_says_now_and_then_where_it_waits():
+    options = ["--nnodes", "2", "--master-port", str(port := free_port())]
+    command = [sys.executable, "-W", "ignore", "-c", _ALONE, *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    line = f"s for all nodes to meet at 127.0.0.1:{port}; is that the first node's address, "
+    assert ended.returncode == 3 and ended.stderr.count(line) > 1

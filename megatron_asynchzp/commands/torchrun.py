@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.commands.torchrun ...` is torchrun, but for three ends. torchrun
-itself ends
+"""`python -m megatron_asynchzp.commands.torchrun ...` is torchrun, but that it says where it waits
+for other nodes, and for three ends. torchrun itself ends
 
 - after SIGTERM with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that
   saved well for a failure;
@@ -30,6 +30,8 @@ from megatron_asynchzp.failure.roll_call import lasts_s
 _HELD_S = 5.0
 """How long a call of the rendezvous' store takes before the store counts as gone: milliseconds."""
 _LOOKS_EVERY_S = 0.2
+_MISSED_AFTER_S, _MISSED_AGAIN_S = 15.0, 60.0
+"""Nodes that have not met by then are missed in a line, and in another one each time after it."""
 _MOST_ON_A_NODE = 16  # ranks
 
 
@@ -80,6 +82,24 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
     threading.Thread(target=watch, name="asynchzp-rendezvous", daemon=True).start()
 
 
+def watch_meeting(ranks: dict[int, Popen], where: str) -> None:
+    """From now on a line goes to stderr now and then, until this node has started a rank."""
+
+    def watch() -> None:
+        begun = time.monotonic()
+        time.sleep(_MISSED_AFTER_S)
+        while not ranks:
+            waited_s = time.monotonic() - begun
+            sys.stderr.write(
+                f"megatron_asynchzp: waiting for {waited_s:.0f} s for all nodes to meet at {where};"
+                " is that the first node's address, and has it started?\n"
+            )
+            sys.stderr.flush()
+            time.sleep(_MISSED_AGAIN_S)
+
+    threading.Thread(target=watch, name="asynchzp-meeting", daemon=True).start()
+
+
 @contextmanager
 def keeping_store(nodes: int) -> Generator[None]:
     """Around a run of torchrun: after a rank has failed, its store stays for a while, for the ranks
@@ -97,7 +117,10 @@ def main(argv: list[str]) -> int:
     watch_rendezvous(
         lambda: bool(ranks) and all(rank.poll() is not None for rank in list(ranks.values()))
     )
-    most_nodes = run.parse_min_max_nnodes(run.parse_args(argv).nnodes)[1]
+    asked = run.parse_args(argv)
+    most_nodes = run.parse_min_max_nnodes(asked.nnodes)[1]
+    if most_nodes > 1:
+        watch_meeting(ranks, asked.rdzv_endpoint or f"{asked.master_addr}:{asked.master_port}")
     try:
         with keeping_store(most_nodes) if most_nodes > 1 else nullcontext():
             run.main(argv)

@@ -23,7 +23,7 @@ _MICRO_BATCHES = 4
 _NODES, _CARDS, _CARD_GB_S = 8, 1, 12.5
 _SIZES = {
     "ZeRO-3: P, G, O = 64, 64, 64": (64, 64, 64),
-    "Sizes of the distributed optimizer: 1, 1, 64": (1, 1, 64),
+    "The distributed optimizer's sizes, run here: 1, 1, 64": (1, 1, 64),
     "AsyncHZP's default: 8, 8, 64": (8, 8, 64),
 }
 _LANES = ("computes", "within a node", "between nodes")
