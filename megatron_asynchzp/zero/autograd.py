@@ -343,7 +343,7 @@ class HZPRuntime(StepScheduler):
             unit.refuse_other_grid()
             if batch.part is not None and unit not in batch.part:
                 raise RuntimeError(f"{unit.name} is called in a part that does not name it")
-            if not batch.in_backward and batch.part is None:
+            if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
                 if calls > 1:
                     self._note_second_call(unit)

@@ -55,10 +55,10 @@ class SavedViews:
 
     [Note: hooks of others] Torch applies the innermost hooks alone. Where a program has hooks of
     its own (save_on_cpu, say), ours come first, and what is no view of a unit goes to them: they
-    see the activations, and copy no parameter. So a unit that is called under such hooks passes on
-    to them, and theirs are pushed with ours before them, wherever that happens: within a unit that
-    goes without hooks, or in a recomputation. Each side takes its own from torch's stack: theirs
-    may end within a unit, or after the one in which they began.
+    see the activations, and copy no parameter. So theirs are pushed with ours before them, wherever
+    that happens: around a unit that goes without hooks or within it, or in a recomputation. Each
+    side takes its own from torch's stack: theirs may end within a unit, or after the one in which
+    they began.
     """
 
     # Which hooks of others let pass, as long as they live.
@@ -106,7 +106,7 @@ class SavedViews:
                     )
             return False
         sharded = (unit for unit in units if not unit.is_always_unsharded)
-        return _top_hooks() is not None or not self._without_views.issuperset(sharded)
+        return not self._without_views.issuperset(sharded)
 
     def track(self, unit: HZPUnit) -> None:
         """Recognise views of `unit`'s gathered parameters from now on."""
@@ -282,9 +282,7 @@ def _is_of_checkpoint(pack: Callable[..., Any]) -> bool:
 
 def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     """In place of torch's function that pushes hooks."""
-    # Those of a checkpoint keep nothing, and count what they see here and in a recomputation; a
-    # compiler looks for graphs as hooks.
-    if not _is_of_checkpoint(pack) and not isinstance(pack, torch.fx.GraphModule):
+    if not isinstance(pack, torch.fx.GraphModule):  # a compiler looks for graphs as hooks
         joined = _JoinedHooks((pack, unpack))
         pack, unpack = joined.pack, joined.unpack
     _PUSH(pack, unpack)

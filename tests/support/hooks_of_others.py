@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Saved-tensor hooks that a program has of its own, in eleven places: they get the tensors that
+"""Saved-tensor hooks that a program has of its own, in twelve places: they get the tensors that
 torch gives them without the engine, less the views of parameters, and all numbers stay the same,
 bit for bit."""
 
@@ -13,7 +13,7 @@ from threading import Thread
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_asynchzp import ShardSizes, shard
 
@@ -134,6 +134,12 @@ def recomputed(layer: Layer, x: torch.Tensor, copies: Copies) -> torch.Tensor:
     return checkpoint(partial(within, layer, copies=copies), x, use_reentrant=False)
 
 
+def recomputed_with_views(layer: Layer, x: torch.Tensor, copies: Copies) -> torch.Tensor:
+    keep_views = partial(create_selective_checkpoint_contexts, [torch.ops.aten.t.default])
+    compute = partial(within, layer, copies=copies)
+    return checkpoint(compute, x, use_reentrant=False, context_fn=keep_views)
+
+
 def beside_a_thread(layer: Layer, x: torch.Tensor, copies: Copies) -> torch.Tensor:
     other = nn.Linear(WIDTH, WIDTH)
     nn.init.eye_(other.weight)
@@ -168,6 +174,7 @@ WITHIN: dict[str, Callable[[Layer, torch.Tensor, Copies], torch.Tensor]] = {
     "end after the last unit": begins_late,
     "an error between hooks": fails_once,
     "within a checkpoint": recomputed,
+    "within a selective checkpoint": recomputed_with_views,
     "beside another thread's": beside_a_thread,
     "save_on_cpu": to_the_host,
 }
