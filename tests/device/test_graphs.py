@@ -437,7 +437,7 @@ def train_with_seats(sizes: ShardSizes, is_graphed: bool) -> list[float]:
     """Losses of the engine with units that have seats. With graphs: after a step, whose loss keeps
     the graph of autograd, and an evaluation, it rehearses on a stream that has not waited for them,
     warms up on one that waits for nothing, captures the blocks, and computes once more, of which
-    it keeps the graph of autograd."""
+    it keeps the graph of autograd; a step later it rehearses for nothing."""
     model = new_toy()
     plans = plan_units(model, [*model.blocks])
     topology = ShardTopology(2, dist.get_rank(), sizes)
@@ -474,6 +474,9 @@ def train_with_seats(sizes: ShardSizes, is_graphed: bool) -> list[float]:
                 rehearse()
             if not has_seats:
                 torch.cuda.current_stream().wait_stream(aside)
+        if is_graphed and step == 2:  # when units are being gathered ahead
+            with runtime.rehearsing():
+                pass
         runtime.zero_grads()
         for index in range(2):
             with runtime.no_sync() if index == 0 else nullcontext():

@@ -118,6 +118,7 @@ def trained(form: str, sizes: tuple[int, ...], is_captured: bool) -> list[torch.
             leaving_grads: set[nn.Parameter] = set()
             with runtime.rehearsing(leaving_grads):
                 for layer in model.layers:
+                    assert sizes[0] == 1 or not layer.weight.count_nonzero()  # pyright: ignore
                     layer.capture()  # pyright: ignore
                     leaving_grads.update(p for p in layer.parameters() if p.requires_grad)
             assert all(getattr(param, "main_grad", None) is None for param in model.parameters())

@@ -16,7 +16,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
-from megatron_asynchzp.sharding.memory_map import MemoryMap
+from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.seats import seats_of
 from megatron_asynchzp.zero.calls import wrap_calls
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -187,11 +187,17 @@ def test_other_inputs_than_were_captured_are_refused_in_one_line(inputs, said):
 
 
 class OnPaper(ParamsInFlight[str, int, None]):
-    """Decisions alone: nothing is gathered."""
+    """Decisions alone, and of which unit the gather began, and the place was given up, in order."""
 
     def _nothing(self, *_: object) -> None: ...
 
-    start_gather = begin_use = end_use = abandon_gather = start_sync = start_preview = _nothing  # pyright: ignore
+    begin_use = end_use = start_sync = start_preview = _nothing  # pyright: ignore
+
+    def start_gather(self, unit: str, extent: Extent) -> None:
+        self.noted = [*getattr(self, "noted", ()), f"{unit} to {extent}"]
+
+    def abandon_gather(self, unit: str, held: None) -> None:
+        self.noted.append(f"{unit} gives up")
 
 
 def test_two_units_of_one_seat_are_not_in_use_together():
@@ -201,3 +207,24 @@ def test_two_units_of_one_seat_are_not_in_use_together():
     params.use_unit("layer 1")
     with pytest.raises(ConfigurationError, match="beside CUDA graphs both have one place"):
         params.use_unit("layer 2")
+
+
+def test_what_comes_too_early_gives_its_seat_to_the_unit_that_is_needed():
+    units = {f"layer {i}": layer(i, 1024, True) for i in range(4)}
+    params = OnPaper(units, dict.fromkeys(units, 1024), 1, MemoryMap[int](4096), [])
+    for unit in (*units, *reversed(units)):
+        params.use_unit(unit)
+        params.release(unit)
+    params.restart()
+    params.noted.clear()
+    for unit in ("layer 0", "layer 3", "layer 1"):  # layer 1 comes ahead, and to the place of 3
+        params.use_unit(unit)
+        params.release(unit)
+    even, odd = (params.seats[f"layer {i}"] for i in (0, 1))
+    assert params.noted == [
+        f"layer 0 to {even}",
+        f"layer 1 to {odd}",
+        "layer 1 gives up",
+        f"layer 3 to {odd}",
+        f"layer 1 to {odd}",
+    ]
