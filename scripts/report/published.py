@@ -29,6 +29,7 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
+from scripts.report.offload_table import offload_table
 from scripts.report.parity_table import parity_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
@@ -119,7 +120,7 @@ def _host_cost(lines: list[dict]) -> str:
             line["system"],
             *(f"{line[key]:.0f}" for key in ("forward_us", "backward_us")),
             f"{line['total_us']:.0f} ({line['fastest_us']:.0f} to {line['slowest_us']:.0f})",
-            f"{line['device_calls']:.1f}" if line["device_calls"] else "",
+            f"{line['device_calls']:.1f}" if line.get("device_calls") else "",
         ]
         for line in lines
     ]
@@ -192,6 +193,7 @@ TABLES: dict[str, Table] = {
     "checkpoints": Table("checkpoints", checkpoint_table.tables),
     "parity": Table("parity", _longest_parity),
     "host cost": Table("host_cost", _host_cost),
+    "offload": Table("offload", offload_table),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),
     "planner": Table("planner_published", planner_table.markdown),

@@ -3,6 +3,8 @@
 """Rules of the emulated device's own clock: what kernels and collectives of a stated time wait for,
 with one hardware queue and many, with and without NCCL's implicit launch order."""
 
+from math import inf
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,10 +27,10 @@ IN_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 class Clock:
     """Marks in streams, in milliseconds of the device's clock since it was started."""
 
-    def __init__(self):
+    def __init__(self, host_gbit: float = inf):
         from scripts.testbed.device import inside
 
-        inside.state_time(NETWORK)
+        inside.state_time(NETWORK, host_gbit)
         self.compute = lambda ms: inside.compute(1e-3 * ms)
         self._start, self._marks = self._mark(), []
 
@@ -68,6 +70,28 @@ def test_computations_of_two_streams_share_the_device_and_the_host_sees_what_it_
     [[first, second, after, host]] = worlds.run(shared_device, 1)
     assert (first, second) in ((3, 5), (5, 2))
     assert after == first == host
+
+
+def copies() -> list[float]:
+    host = [torch.ones(NUMEL).pin_memory() for _ in range(4)]
+    there = [torch.ones(NUMEL, device=device_of_rank()) for _ in range(4)]
+    torch.cuda.synchronize()
+    clock = Clock(host_gbit=1.0)
+    for index, (one, other) in enumerate(zip(host, there, strict=True)):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            to, given = (one, other) if index == 3 else (other, one)
+            to.copy_(given, non_blocking=True)
+            clock.mark()
+    clock.compute(0.1)
+    clock.mark()
+    return clock.marks()
+
+
+def test_copies_over_the_hosts_link_come_one_after_another_each_way_and_beside_all_else(
+    worlds: DeviceWorlds,
+):
+    [[*into, out, computed]] = worlds.run(copies, 1)
+    assert sorted(into) == [0.2, 0.4, 0.6] and out == 0.2 and computed == 0.1
 
 
 def overlapping() -> list[float]:

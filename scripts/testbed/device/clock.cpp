@@ -6,6 +6,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace device {
 namespace {
@@ -16,9 +17,9 @@ std::atomic<double> host{0};
 thread_local bool is_of_stream = false;
 thread_local double now = 0, begun = 0;
 
-// The times at which a device computes, sorted; those that touch are joined.
+// The times at which an engine of a device works, sorted; those that touch are joined.
 std::mutex mutex;
-auto& computing = *new std::map<int, std::map<double, double>>;
+auto& working = *new std::map<std::pair<int, Engine>, std::map<double, double>>;
 
 }  // namespace
 
@@ -26,7 +27,7 @@ bool is_time_stated() { return is_stated; }
 
 void start_clock() {
   std::lock_guard lock(mutex);
-  computing.clear();
+  working.clear();
   host = 0;
   is_stated = true;
 }
@@ -51,9 +52,9 @@ void reach(double moment) {
 }
 
 // The first time that is long enough: threads of streams may come in any order.
-void compute(int device, double seconds) {
+void occupy(int device, Engine engine, double seconds) {
   std::lock_guard lock(mutex);
-  auto& taken = computing[device];
+  auto& taken = working[{device, engine}];
   double begin = now;
   for (auto& [from, to] : taken)
     if (from < begin + seconds && begin < to) begin = to;

@@ -11,8 +11,8 @@
 // it (Programming Guide, "Implicit Synchronization", CUDA_DEVICE_MAX_CONNECTIONS; Megatron runs
 // with one queue so that a collective begins before the kernel that is to overlap with it). The
 // record of an event is a part of what is before it and holds up nothing. Only kernels with a
-// stated time and collectives take any; the host takes none, but goes on no earlier than what it
-// has waited for.
+// stated time, collectives and, over a link of stated speed, copies from and to the host take any;
+// the host takes none, but goes on no earlier than what it has waited for.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -32,8 +32,11 @@ double moment_begun();  // at which it began
 // What follows on this thread, of a stream or of the host, comes no earlier.
 void reach(double moment);
 
-// On a thread of a stream: a kernel of so many seconds, for which a device computes nothing else.
-void compute(int device, double seconds);
+// Each does one thing at a time.
+enum class Engine { computes, copies_in, copies_out };
+
+// On a thread of a stream: a command that takes so many seconds of an engine of the device.
+void occupy(int device, Engine engine, double seconds);
 
 // Of the host: what it issues now is not before.
 double host_moment();

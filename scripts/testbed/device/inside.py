@@ -6,6 +6,7 @@ Importing it installs CUDA's operations, so that ranks forked from here need not
 import ctypes
 import os
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -33,7 +34,11 @@ _runtime.asynchzp_device_set_delays.argtypes = [
     ctypes.c_int,
     ctypes.c_int,
 ]
-_runtime.asynchzp_device_state_time.argtypes = [*[ctypes.c_double] * 4, ctypes.c_int]
+_runtime.asynchzp_device_state_time.argtypes = [
+    *[ctypes.c_double] * 4,
+    ctypes.c_int,
+    ctypes.c_double,
+]
 _runtime.asynchzp_device_compute.argtypes = [ctypes.c_void_p, ctypes.c_double]
 _runtime.asynchzp_device_noted.restype = ctypes.c_char_p
 _runtime.asynchzp_device_commands.restype = ctypes.c_char_p
@@ -65,14 +70,16 @@ def set_delays(delays: Delays, rank: int, world_size: int) -> None:
     _runtime.asynchzp_device_set_delays(law, delays.seed, rank, world_size, delays.longest_us)
 
 
-def state_time(network: NetworkProfile = NetworkProfile()) -> None:
+def state_time(network: NetworkProfile = NetworkProfile(), host_gbit: float = inf) -> None:
     """From here on the device's own clock goes, which events with timing read: `compute` takes what
-    it states, collectives what rings over `network` take, everything else nothing. No core works
-    or sleeps for it, and it is the same in every run."""
+    it states, collectives what rings over `network` take, copies between the device and its host
+    what a link of `host_gbit` Gbit/s each way takes, everything else nothing. No core works or
+    sleeps for it, and it is the same in every run."""
     _runtime.asynchzp_device_state_time(
         *(1e9 / 8 * network.gbit(is_inter) for is_inter in (True, False)),
         *(network.latency_s(is_inter) for is_inter in (True, False)),
         network.ranks_per_node,
+        1e9 / 8 * host_gbit,
     )
 
 

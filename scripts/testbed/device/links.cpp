@@ -17,7 +17,7 @@ bool is_inter(int from, int to) {
 }  // namespace
 
 Links& links() {
-  static Links known = {kNoLimit, kNoLimit, 0, 0, 1};
+  static Links known = {kNoLimit, kNoLimit, 0, 0, 1, kNoLimit};
   return known;
 }
 

@@ -12,6 +12,7 @@ namespace device {
 struct Links {
   double inter_nbytes_per_s, intra_nbytes_per_s, inter_latency_s, intra_latency_s;
   int ranks_per_node;
+  double host_nbytes_per_s;  // between a device and its host, each way
 
   // Of a message among all that the ranks of a node send at the same time, each one of `nbytes`.
   // inter_share: the part of them that leaves the node.

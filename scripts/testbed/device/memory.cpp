@@ -18,7 +18,9 @@
 #include <vector>
 
 #include "captures.hpp"
+#include "clock.hpp"
 #include "host_memory.hpp"
+#include "links.hpp"
 #include "report.hpp"
 #include "stream.hpp"
 #include "watch.hpp"
@@ -153,6 +155,13 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const vo
   return cudaSuccess;  // cudaMemoryTypeUnregistered is 0
 }
 
+// Within a copy on the stream, of `size` bytes from the device's host or to it.
+EXPORT void asynchzp_device_carry(void* stream, size_t size, bool is_to_host) {
+  const Engine engine = is_to_host ? Engine::copies_out : Engine::copies_in;
+  if (is_time_stated())
+    occupy(stream_of(stream)->device, engine, size / links().host_nbytes_per_s);
+}
+
 // Runtime API, "API synchronization behavior": a copy from pageable memory is staged before the
 // call returns; one to pageable memory returns when it is complete; page-locked memory is read and
 // written when the stream gets there.
@@ -170,7 +179,12 @@ EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cuda
          size);
   void* target = for_kernels(to);
   const void* source = for_kernels(from);
-  stream->push_kernel([=] { memmove(target, staged ? staged->data() : source, size); });
+  const bool is_to_host = !is_on_device(to);
+  const bool is_over_link = is_to_host != !is_on_device(from);
+  stream->push_kernel([=] {
+    memmove(target, staged ? staged->data() : source, size);
+    if (is_over_link) asynchzp_device_carry(handle, size, is_to_host);
+  });
   if (!writes_later) wait_for(stream);
   return cudaSuccess;
 }

@@ -500,7 +500,11 @@ void run_copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   Accesses accesses;
   if (is_here(from) || is_later) add_bytes(from, false, accesses);
   add_bytes(to, true, accesses);
-  launch(stream, "aten::copy_", accesses, [target, source] { target.copy_(source); });
+  const bool is_over_link = !is_here(host), is_to_host = !is_here(to);
+  launch(stream, "aten::copy_", accesses, [=, handle = platform::handle_of(stream)] {
+    target.copy_(source);
+    if (is_over_link) asynchzp_device_carry(handle, target.nbytes(), is_to_host);
+  });
   if (is_later)  // as torch's own copy: the memory is kept until the stream is through
     at::getHostAllocator(kType)->record_event(host.data_ptr(),
                                               host.storage().data_ptr().get_context(), stream);

@@ -15,6 +15,7 @@ void asynchzp_device_submit(void* stream, device::watch::Kind kind, const std::s
                             const device::Access* accesses, size_t count);
 bool asynchzp_device_is_pinned(const void* address);
 void* asynchzp_device_for_kernels(const void* address);
+void asynchzp_device_carry(void* stream, size_t size, bool is_to_host);
 void asynchzp_device_keep_tracebacks(std::shared_ptr<void> (*gather)(bool may_wait),
                                      std::string (*text_of)(const std::shared_ptr<void>&));
 __attribute__((weak)) int PyGILState_Check();

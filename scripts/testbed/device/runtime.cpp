@@ -360,10 +360,10 @@ EXPORT unsigned long long asynchzp_device_capture(void* stream) {
 // Links.
 EXPORT void asynchzp_device_state_time(double inter_nbytes_per_s, double intra_nbytes_per_s,
                                        double inter_latency_s, double intra_latency_s,
-                                       int ranks_per_node) {
+                                       int ranks_per_node, double host_nbytes_per_s) {
   Stream::synchronize_all();
-  links() = {inter_nbytes_per_s, intra_nbytes_per_s, inter_latency_s, intra_latency_s,
-             ranks_per_node};
+  links() = {inter_nbytes_per_s, intra_nbytes_per_s, inter_latency_s,
+             intra_latency_s,    ranks_per_node,     host_nbytes_per_s};
   start_clock();
   Stream::restart_clock();
 }
@@ -372,7 +372,7 @@ EXPORT void asynchzp_device_compute(void* handle, double seconds) {
   if (!is_time_stated())
     end("a kernel that takes a stated time, and no clock: call inside.state_time()");
   Stream* stream = stream_of(handle);
-  stream->push_kernel([stream, seconds] { compute(stream->device, seconds); });
+  stream->push_kernel([stream, seconds] { occupy(stream->device, Engine::computes, seconds); });
 }
 
 // Takes effect when everything submitted so far has run; streams are counted anew.
