@@ -54,6 +54,7 @@ SETTINGS = {
     "budgets": Setting("--asynchzp-keep-params-gb 1 --asynchzp-keep-grads-gb 1"),
     "experts": Setting(" ".join([*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size 2"])),
     "pipeline": Setting("--pipeline-model-parallel-size 2", world_size=4),
+    "states on the host": Setting("--optimizer-cpu-offload --optimizer-offload-fraction 0.6"),
     "saves beside training": Setting(
         "--async-save --use-persistent-ckpt-worker --async-strategy mcore",
         leaves_processes=True,  # that of the queue between rank and writer
