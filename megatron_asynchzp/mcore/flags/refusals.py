@@ -193,8 +193,7 @@ _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds o
 
 REFUSALS: tuple[Refusal, ...] = (
     *because(
-        "only graphs of single layers work: a step with all its gathers and reductions in one has "
-        "run with the engine alone, not with Megatron's step, pipelines or FP8",
+        "only graphs of layers work: a whole step in one graph has run with the engine alone",
         "use --cuda-graph-impl transformer_engine or local",
         other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine", "local"),
         _own_graphs(
