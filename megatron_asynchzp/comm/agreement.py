@@ -60,12 +60,12 @@ def settings_of_process() -> dict[str, str]:
 
 
 def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a parameter group of an optimizer has beside its parameters."""
+    """Return all that a parameter group of an optimizer has beside its parameters."""
     return {key: group[key] for key in group if key not in ("params", "param_names")}
 
 
 def settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Those of an optimizer's parameter groups."""
+    """Return the settings of an optimizer's parameter groups."""
     return {
         f"{key} of the optimizer's group {index}": text_of(value)
         for index, group in enumerate(groups)
@@ -117,8 +117,8 @@ def refuse_differences(
 
 
 def _describe(kinds: list[tuple[list[int], Settings]], spelt: Callable[[str], str]) -> str:
-    """Which setting has which value on which ranks, and which others differ. kinds: ranks, and what
-    they have."""
+    """Say which setting has which value on which ranks, and which others differ. kinds: ranks, and
+    what they have."""
     names = list(dict.fromkeys(name for _, settings in kinds for name in settings))
     differing = [name for name in names if len({settings.get(name) for _, settings in kinds}) > 1]
     if not differing:

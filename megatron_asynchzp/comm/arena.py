@@ -43,7 +43,7 @@ class Place:
     def views_for(
         self, layout: str, make: Callable[[torch.Tensor], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """What `make` makes of the storage for users of this layout; no tensor but views."""
+        """Return what `make` makes of the storage for this layout: tensors that all view it."""
         views = self._views.get(layout)
         if views is None:
             views = self._views[layout] = make(self.storage)
@@ -148,5 +148,5 @@ class Arena(MemoryMap[Any]):
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """What it has allocated."""
+        """Memory that it has allocated, a tensor for each region."""
         return list(self._memory.values())

@@ -46,7 +46,7 @@ class WeightGrid:
     side: int | None = None
 
     def scales(self, amax: torch.Tensor) -> torch.Tensor:
-        """What blocks of the largest magnitudes `amax` (fp32) are multiplied with, as the layers
+        """Return the factor of each block, by its largest magnitude `amax` (fp32), as the layers
         have it (recipe_common.cuh, compute_scale_from_amax) where they are finite and not all zero.
         An infinite one gives 0, and its block becomes 0 / 0."""
         raised = amax.clamp_min(self.epsilon)
@@ -61,7 +61,7 @@ class WeightGrid:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank holds of a coded weight.
+    """The part of a coded weight that a rank holds.
 
     shape: of the weight, two-dimensional where blocks have a side; blocks: their numbers among all
     of the unit; first: the number in the weight of the first element; place: the part in the shard.

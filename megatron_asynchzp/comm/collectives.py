@@ -23,10 +23,10 @@ reduce_scatter_flat = _collective("reduce_scatter_single", "reduce_scatter_tenso
 
 
 class Unfinished(NamedTuple):
-    """What a task may leave for later.
+    """Work that a task may leave for later.
 
     work: the handle of its last collective, None where it has none.
-    then: what needs that one to be complete, on the device.
+    then: an action that needs that one to be complete, on the device.
     holds: memory that it uses until then.
     """
 
@@ -41,13 +41,13 @@ before the next step; what is left at the end is returned, None where nothing is
 
 
 def followed_by(left: Unfinished | None, action: Callable[[], object]) -> Unfinished:
-    """What is `left`, and then `action`."""
+    """Return `left` with `action` after it."""
     work, then, holds = left or Unfinished()
     return Unfinished(work, action if then is None else lambda: (then(), action()), holds)
 
 
 def holding(left: Unfinished | None, *memory: torch.Tensor) -> Unfinished:
-    """What is `left`, with memory that it uses."""
+    """Return `left` with `memory` added to what it holds."""
     work, then, holds = left or Unfinished()
     return Unfinished(work, then, (*holds, *memory))
 
@@ -58,7 +58,7 @@ def completed(steps: Steps) -> Steps:
 
 
 def finished(left: Unfinished | None) -> Steps:
-    """What is `left`, now."""
+    """Finish what is `left`, now."""
     work, then, _ = left or Unfinished()
     if work is not None:
         yield work
@@ -180,7 +180,7 @@ def gather_for_steps(
 
 
 def _own_part(full: torch.Tensor, inner: Sequence[AxisGroup]) -> torch.Tensor:
-    """What the ranks with this one's coordinates along the `inner` axes have of `full` together."""
+    """Return the part of `full` of the ranks with this one's coordinates along the `inner` axes."""
     for one in inner:
         length = full.numel() // one.axis.size
         full = full[one.axis.coordinate * length :][:length]

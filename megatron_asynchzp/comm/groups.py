@@ -61,7 +61,7 @@ class ShardGroups:
         return len(self.reduce_axes_within(max(sizes.param, sizes.grad)))
 
     def reduce_axes_within(self, size: int) -> list[AxisGroup]:
-        """Those of all_reduce_axes that lie within a group of `size` ranks."""
+        """Return the axes of all_reduce_axes that lie within a group of `size` ranks."""
         return [one for one in self.all_reduce_axes if one.axis.stride * one.axis.size <= size]
 
     @property
@@ -163,8 +163,8 @@ class ShardGroups:
 def _of_real_size(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the ranks of a group have together, and the part of one: enough that NCCL takes none of
-    its protocols for short messages."""
+    """Return zeros for all ranks of a group together, and for one of them: so many that NCCL takes
+    none of its protocols for short messages. 1-D, fp32."""
     numel = _REAL_NBYTES // 4 // group.size()
     whole = torch.zeros(numel * group.size(), device=device)
     return whole, torch.zeros(numel, device=device)

@@ -162,8 +162,8 @@ class OrderCheck:
         return _first_difference(extremes)
 
     def _gather_places(self, own: str, index: int, axes: Sequence[AxisGroup]) -> "list[_Place]":
-        """Of every rank whose group, along `axes`, has a difference: where, and its entry there, by
-        global rank. Collective over all axes."""
+        """Return where every rank whose group, along `axes`, has a difference has it, and its entry
+        there, by global rank. Collective over all axes."""
         row = torch.zeros(3 + _MAX_CHARACTERS, dtype=torch.int64)
         text = own.encode("ascii", "replace")[:_MAX_CHARACTERS]
         # Equal for ranks that `axes` connect.
@@ -191,7 +191,7 @@ class _Place(NamedTuple):
 
 
 def _describe_setting(ranks_of: Mapping[str, Sequence[int]]) -> str:
-    """Who is set to what. ranks_of: of an entry."""
+    """Say which ranks have which setting. ranks_of: of an entry."""
     texts = {entry.removeprefix(_SETTING): name_ranks(ranks) for entry, ranks in ranks_of.items()}
     names = {text.partition(": ")[0] for text in texts}
     if len(names) == 1:

@@ -15,7 +15,7 @@ _LONG_RECORD = 1000
 
 
 def hash_of(entries: Iterable[str]) -> int:
-    """Of what was submitted, in its order; the same in every process."""
+    """Return the CRC-32 of what was submitted, in its order; the same in every process."""
     value = 0
     for entry in entries:
         value = zlib.crc32(entry.encode(), value)
@@ -34,7 +34,7 @@ def crosses_groups(entry: str) -> bool:
 
 
 class Submitted:
-    """What was submitted.
+    """Record of the tasks that were submitted.
 
     entries: "lane unit" of each task, until the comparison of orders takes them.
     recent: the last of them with the place of each, from 1; of all tasks, and of those that cross

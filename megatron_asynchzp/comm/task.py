@@ -14,7 +14,7 @@ from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 
 
 class Runs(Protocol):
-    """What a task has to know of the driver that runs it."""
+    """The driver that runs a task, as far as the task has to know it."""
 
     device: Device
     timeline: Timeline
@@ -150,7 +150,7 @@ class Task:
         self.let_go()
 
     def order_stream(self) -> None:
-        """What comes next in the current stream comes after this task, which is usable."""
+        """Let what comes next in the current stream come after this task, which is usable."""
         if self._end is None:
             self.driver.device.wait_event(self.event)
             return

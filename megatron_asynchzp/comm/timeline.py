@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """What happens within has this name in a trace of torch.profiler that records this thread."""
+    """Show what happens within by `name` in a trace of torch.profiler that records this thread."""
     # Each task passes here: this takes a fifteenth of record_function where nothing is recorded.
     is_recorded = torch.autograd._profiler_enabled()  # pyright: ignore
     return torch.profiler.record_function(f"asynchzp: {name}") if is_recorded else nullcontext()
@@ -151,7 +151,7 @@ class Timeline:
         self._computed = None
 
     def take_times(self) -> CommTimes:
-        """What was timed and is over, since the last call. The step is over, too."""
+        """Return the times of what is over since the last call. The step is over, too."""
         self._end_step()
         if self.device.runs_ahead and self._computed is None:
             # On a CPU what the step has submitted may begin later.
@@ -177,7 +177,7 @@ class Timeline:
         return self._capture_began_s
 
     def stop_capture(self) -> list[Span]:
-        """What ended since `start_capture`, and that time itself; in seconds after the first."""
+        """Return the capture and the spans that ended in it, in seconds after the first start."""
         captured, self._captured = self._captured, None
         if captured is None:
             return []
@@ -248,7 +248,7 @@ def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict
 
 @contextmanager
 def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[None]:
-    """What happens inside becomes a trace in `path`, also where it fails."""
+    """Write what happens inside as a trace to `path`, also where it fails."""
     timeline.start_capture()
     try:
         yield

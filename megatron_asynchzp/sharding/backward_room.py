@@ -18,7 +18,7 @@ class OuterTraffic(NamedTuple):
     def of(
         cls, numel: int, param_itemsize: int, grad_itemsize: int, sizes: ShardSizes, ranks: int
     ) -> "OuterTraffic":
-        """Of a unit of `numel` elements, padding included, in a sharding group of `ranks`."""
+        """Count the bytes of `numel` padded elements, of a unit in a sharding group of `ranks`."""
         param, optim = numel / sizes.param, numel / sizes.optim
         replicas = ranks / sizes.optim
         grads = param - optim + 2 * optim * (1 - 1 / replicas)
@@ -30,7 +30,7 @@ class OuterTraffic(NamedTuple):
 
 
 class BackwardRoom:
-    """What is left for parameters on the links outside a parameter shard, in one backward.
+    """Room left for parameters on the links outside a parameter shard, in one backward.
 
     Backward takes two thirds of the computation, and sees all gradients on these links; forward a
     third, and all parameters. So where both take as long as the computation, backward has room for

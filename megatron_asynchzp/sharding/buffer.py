@@ -44,8 +44,8 @@ class FlatBuffer:
         return [self.view(piece) if piece.numel else self.storage[:0] for piece in pieces]
 
     def held_of(self, index: int) -> tuple[Range, torch.Tensor]:
-        """What this buffer holds of parameter number `index`: which of its row-major elements, and
-        a 1-D view of them."""
+        """Return the part of parameter number `index` that this buffer holds: which of its
+        row-major elements, and a 1-D view of them."""
         piece = self.layout.slices[index].range
         held = piece.intersect(self.range)
         if not held.numel:

@@ -153,7 +153,7 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
         return one
 
     def _all_in(self, *stages: Stage) -> list[Unit]:
-        """Those that entered theirs last come last."""
+        """List the units in one of `stages`; those that entered theirs last come last."""
         return [unit for unit, one in self._gathered.items() if one.stage in stages]
 
     # ---- use
@@ -373,8 +373,8 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
         return seat
 
     def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User, Held], Unit]]":
-        """What may lose its place to a unit that is needed now, the last one first; with its
-        chunk."""
+        """List the units, each with its chunk, that may lose their place to a unit that is needed
+        now. The last of the list goes first."""
         others = [chunk for chunk in self._chunks if chunk is not self]
         all_kept = [
             (chunk, unit) for chunk in (*others, self) for unit in chunk._all_in(Stage.KEPT)

@@ -26,7 +26,7 @@ def num_on_host(numels: Sequence[int], fraction: float) -> int:
 
 
 def aligned_nbytes(nbytes: int) -> int:
-    """What `nbytes` take where others follow, in a place or in one copy."""
+    """Round `nbytes` up to what they take where others follow, in a place or in one copy."""
     return round_up(nbytes, _ALIGNMENT)
 
 

@@ -32,8 +32,8 @@ def reduction_nbytes(numel: int, axis_sizes: Sequence[int], wire_nbytes: int = F
 
 
 def grads_before_added_nbytes(sizes: Mapping[int, int]) -> int:
-    """Of autograd's own gradients where each large one is added to main_grad at once, and the small
-    ones when all are there. sizes: bytes of a gradient, with how many have so many."""
+    """Bytes of autograd's own gradients where each large one is added to main_grad at once, and the
+    small ones when all are there. sizes: bytes of a gradient, with how many have so many."""
     small = sum(size * count for size, count in sizes.items() if size < LARGE_GRAD_NBYTES)
     return small + max((size for size in sizes if size >= LARGE_GRAD_NBYTES), default=0)
 
@@ -102,12 +102,12 @@ class MemoryInFlight:
 
     @property
     def allocated(self) -> dict[str, int]:
-        """What is allocated, by what it is for."""
+        """Bytes that are allocated, by what they are for."""
         return {"gathered parameters": self.params, "gradients to reduce": self.grads}
 
 
 def _layers_of(units: Sequence[UnitInFlight]) -> tuple[UnitInFlight, list[UnitInFlight]]:
-    """What is needed around everything, and the layers in order, each as one unit."""
+    """Return the units that are needed around all others, and the layers in order, each as one."""
     found: dict[str, list[UnitInFlight]] = {}
     for unit in units:
         found.setdefault(unit.layer, []).append(unit)
@@ -158,7 +158,7 @@ def memory_in_flight(
     num_grad_slots: int = 2,
     budget: int | None = None,
 ) -> MemoryInFlight:
-    """What a model chunk of `units` (in the order of their use) takes.
+    """Return the memory in flight of a model chunk of `units` (in the order of their use).
 
     num_ahead: layers of each size that are gathered ahead of the one that computes.
     num_grad_slots: layers of each size, or where units are reduced in several pieces, pieces, whose
@@ -205,8 +205,8 @@ def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
 
 
 def needed_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
-    """For each unit of a layer that has several, by index: those that are gathered while it is,
-    around all layers and in its own."""
+    """Return, for each unit of a layer that has several, by index, the units that are gathered
+    while it is, around all layers and in its own."""
     gathered = [index for index, unit in enumerate(units) if unit.params and not unit.is_seated]
     around = [index for index in gathered if not units[index].layer]
     layers: dict[str, list[int]] = {}
@@ -222,7 +222,7 @@ def needed_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
 
 
 def seen_from_top(nbytes: Sequence[int]) -> list[bool]:
-    """For each unit, of so many bytes of parameters: whether its place is sought from the top.
+    """Say of each unit, of so many bytes of parameters, whether its place is sought from the top.
 
     The largest units lie at one end, those of the next size at the other, and so on in turn: units
     of one size then use the same places again, and leave the rest in one piece.

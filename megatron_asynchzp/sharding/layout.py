@@ -65,5 +65,5 @@ class FlatLayout:
         return self.padded_numel - self.numel
 
     def fragments(self, shard: Range) -> list[Range]:
-        """What `shard` holds of each parameter, in flat coordinates; empty ranges included."""
+        """Return `shard`'s part of each parameter, in flat coordinates; empty ranges included."""
         return [piece.range.intersect(shard) for piece in self.slices]

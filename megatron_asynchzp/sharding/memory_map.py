@@ -70,8 +70,8 @@ class MemoryMap[User]:
         self._last_users.append((extent, user))
 
     def claim(self, extent: Extent) -> list[User]:
-        """The last users of a part of `extent`, forgotten as far as it goes: what writes there
-        later comes after its next user."""
+        """Return the last users of any part of `extent`, forgotten as far as it goes: what writes
+        there later comes after its next user."""
         users: list[User] = []
         rest: list[tuple[Extent, User]] = []
         for used, user in self._last_users:
@@ -107,8 +107,8 @@ class MemoryMap[User]:
 def first_fit(
     regions: Sequence[Extent], held: Sequence[Extent], nbytes: int, from_top: bool = False
 ) -> int | None:
-    """Where the first free part of `regions` that has `nbytes` begins, seen from one end; seen from
-    the upper one, where its last `nbytes` begin. None without one.
+    """Find where the first free part of `regions` that has `nbytes` begins, seen from one end; seen
+    from the upper one, where its last `nbytes` begin. None without one.
 
     held: what is taken, sorted, each within a region.
     """
@@ -131,6 +131,6 @@ def overlap(one: Extent, other: Extent) -> bool:
 
 
 def _without(extent: Extent, taken: Extent) -> list[Extent]:
-    """What is left of `extent`, which overlaps; no empty parts."""
+    """Return the parts of `extent` outside `taken`, which overlaps it; no empty ones."""
     rest = (extent[0], taken[0]), (taken[1], extent[1])
     return [part for part in rest if part[0] < part[1]]

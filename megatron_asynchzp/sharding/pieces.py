@@ -16,7 +16,7 @@ from megatron_asynchzp.sharding.topology import Range
 
 @dataclass(frozen=True)
 class Copy:
-    """What a piece holds of one parameter.
+    """The part of one parameter that a piece holds.
 
     index: of the parameter.
     source: elements of the flattened parameter, None for all of them.
@@ -84,7 +84,7 @@ def _piece(layout: FlatLayout, num_shards: int, part: Range) -> GradPiece:
 
 
 def _gaps(taken: Sequence[Range], numel: int) -> tuple[Range, ...]:
-    """What of `numel` elements is in none of `taken`, which are sorted."""
+    """Return the ranges of `numel` elements that are in none of `taken`, which are sorted."""
     edges = [0, *(edge for one in taken for edge in one), numel]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return tuple(Range(start, stop) for start, stop in pairs if stop > start)

@@ -38,5 +38,5 @@ def seats_of(units: Sequence[tuple[str, int]], num_ahead: int) -> list[Extent]:
 
 
 def seats_nbytes(seats: Sequence[Extent]) -> int:
-    """Of all seats together."""
+    """Return the bytes of all seats together."""
     return max((stop for _, stop in seats), default=0)
