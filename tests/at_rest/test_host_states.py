@@ -100,6 +100,21 @@ def train_each(
     return found
 
 
+def train_and_load(sizes: Sequence[int], dtype: torch.dtype, fractions: Sequence[float]) -> Any:
+    """Whole values come between two steps, by either way, once behind a sleep."""
+    whole, found = build_toy(dtype).state_dict(), []
+    for fraction in fractions:
+        with new_sharded(sizes, dtype, "AdamW", fraction) as sharded:
+            train_step(sharded, 0)
+            sharded.load_full_params(whole if dist.get_rank() == 0 else None)
+            losses = [train_step(sharded, 1)]
+            sharded.sleep(2)
+            sharded.wake()
+            sharded.model.load_state_dict(whole)
+            found.append((losses, train_step(sharded, 2), ends_of(sharded)))
+    return found
+
+
 @pytest.mark.parametrize(
     "sizes, dtype, name, schedule",
     [
@@ -119,6 +134,19 @@ def test_losses_norms_weights_and_states_are_those_without_it(sizes, dtype, name
         nums = [num for num, _ in found]
         assert nums[0] == 0 and nums[1] == 1 and 1 < nums[2] < nums[3]
         assert all(seen == found[0][1] for _, seen in found)
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    [
+        ((1, 2, 2), BF16),
+        *(slow_unless(False, sizes, BF16) for sizes in ((1, 1, 1), (2, 2, 2), (1, 1, 2))),
+        slow_unless(False, (1, 2, 2), FP32),
+    ],
+)
+def test_weights_that_are_loaded_between_two_steps_train_as_without_it(sizes, dtype):
+    for found in run_ranks(train_and_load, 2, sizes, dtype, (0, 0.5, 1)):
+        assert found[0] == found[1] == found[2]
 
 
 def save_and_load(folder: Path) -> bool:
