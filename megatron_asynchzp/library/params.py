@@ -188,8 +188,8 @@ class ShardedParams:
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
         part = part.to(own.device)
-        # Where others were not sent what main_param holds it stays refused. On the host nobody writes
-        # to it, and what is due of it is not noted.
+        # Where others were not sent what main_param holds it stays refused. Nobody writes to it on
+        # the host, where it is not noted what is due.
         is_as_sent = unit.is_trained and (unit.is_main_param_away or not unit.was_written())
         if unit.is_trained:
             trained, main = unit.main_param.held_of(index)

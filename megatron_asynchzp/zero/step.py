@@ -260,6 +260,7 @@ class StepScheduler:
         """
         self.refuse_use()
         self.driver.raise_failure()
+        self._refuse_writes_at_rest(with_content=not self.driver.device.runs_ahead)
         self._order_check.send_answer()
         self.gathers.release_all()
         self.reductions.begin_step()
@@ -422,6 +423,16 @@ class StepScheduler:
             self.gathers.await_sync(unit)
             self.sent_check.refuse_write_in_use(unit)
 
+    def _refuse_writes_at_rest(self, with_content: bool) -> None:
+        """Where parameters do not notice their use, refuse what was written between two steps."""
+        for unit in () if self._refuses_writes else self.units:
+            if unit.is_changed_at_rest(with_content):
+                raise ConfigurationError(
+                    f"{unit.name}: the data of its parameters was set or filled between two steps, "
+                    "which is lost where they are in shards; change weights before the model is "
+                    "wrapped, or in the checkpoint that is loaded"
+                )
+
     # ---- what may be done when
 
     def between_steps(self, what: str) -> None:
@@ -506,6 +517,7 @@ class StepScheduler:
         """Return when nothing is in flight: the units' states and their communicators are free."""
         self.refuse_sleep()
         self.driver.raise_failure()
+        self._refuse_writes_at_rest(with_content=True)
         self.gathers.drop_spares()
         self.reductions.finish()
         self.gathers.take_back()

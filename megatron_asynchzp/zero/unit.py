@@ -174,6 +174,7 @@ class HZPUnit:
         # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
         # and computing with it gives NaN instead of a plausible number (law 5).
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        self._nan = nan
         of_shape = {piece.shape: nan.expand(piece.shape) for piece in self.layout.slices}
         return [of_shape[piece.shape] for piece in self.layout.slices]
 
@@ -306,6 +307,23 @@ class HZPUnit:
         self._point_params_at(self._placeholders)
         self._full_param = None
         self.hide()
+
+    def is_changed_at_rest(self, with_content: bool) -> bool:
+        """Whether somebody has put other tensors in the places of parameters with which nothing
+        computes now, or, with_content, has filled those that read as NaN: for that the host waits.
+        """
+        full = self._full_param
+        if full is not None and not self.is_always_unsharded:
+            return False
+        for param, piece, nan in zip(
+            self.params, self.layout.slices, self._placeholders, strict=True
+        ):
+            place = nan.data_ptr()
+            if full is not None:
+                place = full.data_ptr() + self.dtype.itemsize * piece.range.start
+            if param.numel() and param.data_ptr() != place:
+                return True
+        return with_content and not self._nan.isnan().item()
 
     @property
     def full_param_storage(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.world import on_ranks
 
@@ -97,3 +98,45 @@ def test_gradients_that_a_layer_writes_itself_are_found_where_megatron_reduces_t
         assert fuses == [True, False]
         assert is_fragment
     assert [value for _, _, grad in ranks for value in grad] == [1.0] * 64
+
+
+WRITES: dict[str, Any] = {
+    "set": lambda param: setattr(param, "data", param.data * 0.5),
+    "filled": lambda param: param.data.zero_(),
+    "scaled": lambda param: param.data.mul_(0.5),
+}
+
+
+def _write_between_steps(sizes: tuple[int, int, int]) -> dict[str, list[str]]:
+    """What the next step and the next save say of each write."""
+    from megatron.core.transformer.module import MegatronModule
+
+    found: dict[str, list[str]] = {}
+    for name, write in WRITES.items():
+        module: Any = MegatronModule(tiny_config())
+        module.linear = torch.nn.Linear(8, 8)
+        chunk = wrap([module], sizes)[0]
+        chunk.zero_grad_buffer()
+        found[name] = []
+        try:
+            with torch.no_grad():
+                write(module.linear.weight)
+        except RuntimeError as error:  # torch's own
+            found[name].append(str(error))
+        for use in (chunk.zero_grad_buffer, chunk.runtime.settle):
+            try:
+                use()
+            except ConfigurationError as error:
+                found[name].append(str(error))
+        chunk.communication.driver.close()
+    return found
+
+
+def test_weights_that_are_set_between_two_steps_are_refused_by_name_and_not_lost():
+    for found in on_ranks(_write_between_steps, 2, (2, 2, 2)):
+        for name in ("set", "filled"):
+            assert len(found[name]) == 2
+            assert all("was set or filled between two steps" in line for line in found[name])
+        assert "refers to a single memory location" in found["scaled"][0]
+    for found in on_ranks(_write_between_steps, 2, (1, 2, 2)):  # in place each rank has the whole
+        assert [len(found[name]) for name in WRITES] == [2, 0, 0]
