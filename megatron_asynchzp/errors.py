@@ -44,7 +44,7 @@ class MissingPackage(ConfigurationError):
 
     @classmethod
     def of(cls, error: ImportError, user: str) -> "MissingPackage | None":
-        """What `error` says in one line. None where a module of ours, or a name within a package
+        """Return `error` as one line. None where a module of ours, or a name within a package
         that is there, is not found: that is a fault, or another version."""
         package = (error.name or "").partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and not _is_there(package)

@@ -29,7 +29,7 @@ its flags:"""
 
 
 def usage() -> str:
-    """What --help prints, from the flags themselves."""
+    """Return the text of --help, from the flags themselves."""
     parser = ArgumentParser(
         usage=_SYNOPSIS,
         description=_PURPOSE,

@@ -19,7 +19,7 @@ class Version(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Version":
-        """Of "2.13.0+cu130" or "0.19". Raises ValueError."""
+        """Parse "2.13.0+cu130" or "0.19". Raises ValueError."""
         major, minor, *_ = text.split(".")
         return cls(int(major), int("".join(filter(str.isdigit, minor[:3]))))
 

@@ -27,7 +27,7 @@ class WeightDelta:
 
     @property
     def nbytes(self) -> int:
-        """Of indices and values."""
+        """Bytes of indices and values."""
         return self.values.nbytes + (0 if self.indices is None else self.indices.nbytes)
 
     @classmethod

@@ -77,7 +77,7 @@ def capture_when(
 
 
 def _queries_and_keys(arguments: tuple) -> dict[str, torch.Tensor]:
-    """Of a call with q, k of shape [s, b, heads, channels], or [t, heads, channels] packed."""
+    """Take q and k of shape [s, b, heads, channels], or packed [t, heads, channels], of a call."""
     q, k = arguments[:2]
     if q.dim() == 3:
         q, k = q.unsqueeze(1), k.unsqueeze(1)

@@ -21,7 +21,7 @@ class AttentionOutput(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """Of q, k and v, each in its shape and dtype."""
+    """Gradients of q, k and v, each in its shape and dtype."""
 
     dq_BHSD: torch.Tensor
     dk_BGTD: torch.Tensor

@@ -157,7 +157,7 @@ def _blocks(x_BGTD: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def _means(k_BGTD, used_BT, block_size: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each block, and of all keys together, summed in `dtype`."""
+    """Return the means of each block of keys and of all keys together, summed in `dtype`."""
     num_keys = k_BGTD.shape[2]
     missing = -num_keys % block_size
     padded = F.pad(k_BGTD, (0, 0, 0, missing)) if missing else k_BGTD

@@ -42,7 +42,7 @@ from megatron_asynchzp.attention.triton_tiles import (
 
 
 class SavedForward(NamedTuple):
-    """What fused_forward returned."""
+    """Results of fused_forward."""
 
     output_BHSE: torch.Tensor
     lse_BHS: torch.Tensor

@@ -114,8 +114,8 @@ def autotuned(kernel, config: TileConfig):
 
 @triton.jit
 def first_query(BLOCK_M: tl.constexpr):
-    """Of this program's tile. Programs start in the order of their index, and a causal tile is the
-    longer the later it is: longest first, so that the last programs to start are short ones."""
+    """Return the first query of this program's tile. Programs start by index, and a causal tile is
+    the longer the later it is: longest first, so that the last programs to start are short ones."""
     return (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
 
 

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 class _Listing(NamedTuple):
-    """What a directory holds. candidates: best first; unfinished: left of interrupted saves, the
+    """Contents of a directory. candidates: best first; unfinished: left of interrupted saves, the
     highest iteration first."""
 
     candidates: list[str]
@@ -80,7 +80,7 @@ def list_unfinished(load_dir: Path | str) -> list[str]:
 
 
 def _list(load_dir: Path) -> _Listing:
-    """What is in the directory, whatever state it is in. Raises OSError.
+    """List what is in the directory, whatever state it is in. Raises OSError.
 
     A directory is best if its number is highest, unless it was saved before the one that the
     tracker points to: then a run left it behind that has gone back to an earlier step since.

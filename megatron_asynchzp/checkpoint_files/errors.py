@@ -8,7 +8,7 @@ class SaveError(RuntimeError):
 
 
 class Damage(ValueError):
-    """What is wrong with the files of one checkpoint. The message completes `it is skipped: ...`"""
+    """Fault in the files of one checkpoint. The message completes `it is skipped: ...`"""
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

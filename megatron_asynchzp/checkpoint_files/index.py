@@ -128,8 +128,8 @@ _NUM_PROPERTIES = 5
 
 
 def items_by_file(index: Metadata) -> dict[str, Items]:
-    """What each file of the checkpoint has to hold. Raises Damage where the index contradicts
-    itself or leaves a part of a tensor out, and for one that is none whatever that leads to."""
+    """Return what each file of a checkpoint has to hold. Raises Damage where the index contradicts
+    itself or leaves a part of a tensor out, and for what is no index whatever that leads to."""
     parts = dict(_parts(index))
     files: dict[str, Items] = {}
     owners: dict[tuple[str, int], str] = {}

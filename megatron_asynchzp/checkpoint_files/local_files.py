@@ -38,7 +38,7 @@ class NodeFolder(NamedTuple):
     on_node: int
 
     def files(self) -> list[LocalFile]:
-        """Of the rank's own folder, which may not be there yet. Raises OSError."""
+        """Return the files in the rank's own folder, which may not be there yet. Raises OSError."""
         return _files_in(self.folder)
 
 

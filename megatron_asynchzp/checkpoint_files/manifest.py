@@ -33,7 +33,7 @@ _REMEDY = f"without {MANIFEST} it is judged by its data alone"
 
 
 class FileRecord(NamedTuple):
-    """What a file must be: its size, and the checksum of its bytes or the seal of its archives."""
+    """Required size of a file, and the checksum of its bytes or the seal of its archives."""
 
     size: int
     sha256: str | None

@@ -48,7 +48,7 @@ _MANY = 64
 def find_fault(
     size: Sequence[int], parts: Sequence[ChunkStorageMetadata], is_all: bool = True
 ) -> str | None:
-    """What is wrong with the parts of a tensor of `size`, for the user; None where each lies within
+    """Name the fault in the parts of a tensor of `size`, for the user; None where each lies within
     it, no two overlap and, with `is_all`, together they are the whole of it."""
     if len(size) == 0 and (is_all or len(parts) > 1):
         return None if len(parts) == 1 else f"its one element is stored {len(parts)} times"
@@ -162,7 +162,7 @@ class PartsByPlace:
 def create_read_items(
     name: str, stored: TensorStorageMetadata, boxes: Sequence[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """What is read for `boxes` of the tensor `name`: torch's create_read_items_for_chunk_list.
+    """Return what is read for `boxes` of `name`, as torch's create_read_items_for_chunk_list does.
 
     Raises ValueError where the checkpoint has not all of a box that lies within the tensor.
     """

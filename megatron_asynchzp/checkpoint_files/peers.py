@@ -15,11 +15,11 @@ class Peers(Protocol):
     size: int
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each rank gives, in rank order, on all ranks."""
+        """Gather what each rank gives, in rank order, on all ranks."""
         ...
 
     def broadcast(self, mine: Any) -> Any:
-        """What rank 0 gives, on all ranks."""
+        """Broadcast what rank 0 gives to all ranks."""
         ...
 
 

@@ -41,7 +41,7 @@ _BUFFER_NBYTES = 1 << 16
 
 
 class VerifyLevel(enum.StrEnum):
-    """What is read of data files: what holds Megatron's arguments (without a manifest, all records
+    """Level of reading data files: what holds Megatron's arguments (without a manifest, all records
     but those of tensors' elements), the zip directories alone, or all records."""
 
     ARGUMENTS = "arguments"
@@ -125,7 +125,7 @@ def _with_arguments(iteration_dir: Path, files: list[DataFile]) -> list[DataFile
 
 
 def _check_size(path: Path, expected: int | None) -> None:
-    """Of a file that is there. Raises Damage."""
+    """Check the size of a file that is there. Raises Damage."""
     if (size := size_of(path)) != expected and expected is not None:
         raise Damage(f"{path.name} has {size} bytes, and had {expected} when it was saved")
 

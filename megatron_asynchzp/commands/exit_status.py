@@ -10,7 +10,7 @@ from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 
 
 def exit_status(run: Callable[[list[str]], int], argv: list[str]) -> int:
-    """What `run` returns, or EXIT_USAGE with its ConfigurationError as one line on stderr."""
+    """Return `run`'s status, or EXIT_USAGE with its ConfigurationError as one line on stderr."""
     try:
         return run(argv)
     except ConfigurationError as error:

@@ -62,7 +62,7 @@ class RankGroups:
 
 
 def group_kinds(args: Namespace, ranks: RankGroups, sizes: ShardSizes | None) -> list[GroupKind]:
-    """Of the pipeline stage of rank 0.
+    """Return the groups of rank 0, in its pipeline stage.
 
     args: validated; ranks: made of them.
     sizes: AsyncHZP's, None for stock Megatron.

@@ -25,7 +25,7 @@ def describe_run(found: DryRun) -> str:
 
 
 def tables(found: DryRun) -> str:
-    """What was changed, the groups, states and memory by stage."""
+    """Format what was changed, the groups, states and memory by stage."""
     parts = [
         *(f"set by --use-asynchzp: {line}" for line in found.lines),
         _mesh_table(found),
@@ -100,7 +100,7 @@ def memory_columns(memory: Memory) -> tuple[float, ...]:
 
 
 def savings_table(found: DryRun) -> str:
-    """What memory budgets save on a rank of the first stage, whose steps ask for most."""
+    """Format what memory budgets save on a rank of the first stage, whose steps ask for most."""
     if not found.savings:
         return ""
     rows = [
@@ -139,7 +139,7 @@ def _of_hccl(found: DryRun) -> str:
 
 
 def _of_communicators(found: DryRun) -> str:
-    """What NCCL takes of what is left, for the engine."""
+    """Describe what NCCL takes of what is left, for the engine."""
     communicators = found.communicators
     number = communicators.in_node + communicators.between_nodes
     if not number or found.hccl_nbytes or found.args.distributed_backend != "nccl":

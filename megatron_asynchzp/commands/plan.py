@@ -75,7 +75,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
-    """What may be chosen for the model of `args`, Megatron's validated arguments."""
+    """Return the space of plans for the model of `args`, Megatron's validated arguments."""
     from megatron_asynchzp.mcore import planned
 
     free: dict[str, Any] = {"vary": tuple(asked.vary)}

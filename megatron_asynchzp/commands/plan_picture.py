@@ -40,7 +40,7 @@ _SCHEMES = {
 
 
 def spans_of(best: Candidate) -> tuple[Interval, ...]:
-    """Of the first pipeline stage, with as few micro-batches as show its pattern."""
+    """Return the spans of the first stage, with as few micro-batches as show its pattern."""
     plan = best.plan
     shown = _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp
     count = min(plan.batch.num_micro_batches, shown)

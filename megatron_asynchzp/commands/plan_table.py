@@ -14,7 +14,7 @@ _WIDTH = 140
 
 
 def model(understood: Model) -> str:
-    """What the planner made of the flags, by which a user knows the model."""
+    """Describe what the planner made of the flags, by which a user knows the model."""
     return (
         f"{understood.num_params:,} parameters, {len(understood.layers)} layers of width "
         f"{understood.hidden}, a vocabulary of {understood.vocabulary} with padding"
@@ -91,7 +91,7 @@ _PARALLEL_FLAGS = {
 
 
 def flags(one: Candidate, space: Space) -> list[str]:
-    """What to add to the training command; a flag that is given twice counts as given last."""
+    """Return the flags to add to the training command; a flag given twice counts as given last."""
     plan, start = one.plan, space.start
     found = ["--use-asynchzp"]
     for state in ("param", "grad", "optim"):

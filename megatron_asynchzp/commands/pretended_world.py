@@ -53,7 +53,7 @@ class NotValidated(ConfigurationError):
 
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
-    """What Megatron asks torch.cuda, and of Transformer Engine, while it validates."""
+    """Answer what Megatron asks torch.cuda, and about Transformer Engine, while it validates."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
@@ -98,7 +98,7 @@ def _silence() -> Iterator[io.StringIO]:
 
 
 def _one_line(error: BaseException, printed: str) -> str:
-    """What was wrong: the message, what argparse printed last, or the assertion that failed."""
+    """Describe what was wrong: the message, argparse's last line, or the assertion that failed."""
     if isinstance(error, SystemExit):
         last = (printed.strip().splitlines() or ["the command line was refused"])[-1]
         return last.removeprefix(_OURS) + _nearest(last)
@@ -238,7 +238,7 @@ def _parse(
 
 
 class _Group:
-    """Of a run in which every rank is the first of each of its groups."""
+    """Process group of a run in which every rank is the first of each of its groups."""
 
     def __init__(self, ranks: Sequence[int], **_: object):
         self._ranks = ranks
@@ -271,8 +271,8 @@ def groups_of(ranks: int) -> Iterator[None]:
 
 
 def build_as_megatron(args: Namespace) -> None:
-    """What every start does after validation and before it has a model: its groups, the model's
-    configuration and what counts steps."""
+    """Build what every start builds after validation and before it has a model: its groups, the
+    model's configuration and what counts steps."""
     from megatron.core import num_microbatches_calculator
     from megatron.training import arguments, initialize, training
 

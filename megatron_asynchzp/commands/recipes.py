@@ -223,8 +223,8 @@ def _of_file(path: Path, flags: Flags) -> Command:
 
 
 def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
-    """What stands before the script, its name, and what follows; where none is named, all words,
-    "", and all words."""
+    """Split `words` into those before the script, its name, and those that follow; where none is
+    named, into all words, "", and all words."""
     for place, word in enumerate(words):
         if word.endswith(".py") and "=" not in word:
             return words[:place], word, words[place + 1 :]

@@ -52,7 +52,7 @@ def savings(costing: Costing) -> list[Saving]:
 
 
 def _budgets(units: Sequence[OrderUnit], asked: tuple[int, int]) -> list[tuple[int, int]]:
-    """Of parameters and of gradients, the smallest first."""
+    """Return budgets of parameters and of gradients, in bytes, the smallest first."""
     params = sum(unit.memory.params for unit in units if unit.is_gathered)
     grads = sum(unit.sum_nbytes for unit in units if unit.is_reduced)
     tried = [(round(share * params), round(share * grads)) for share in _SHARES]

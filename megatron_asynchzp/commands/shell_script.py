@@ -45,7 +45,7 @@ _COMMAND_IN_QUOTES = re.compile(r"[^-\s].*\.py\b.*\s--\w", re.DOTALL)
 
 
 def open_variables(words: list[str]) -> list[str]:
-    """What the words need and nothing in the text sets, as it stands there."""
+    """Return variables, as they stand there, that the words need and nothing in the text sets."""
     return sorted({name for word in words for name in _OPEN.findall(word)})
 
 
@@ -146,7 +146,7 @@ class ShellScript:
         return found
 
     def _value(self, piece: str, text_of: Callable[[str], str]) -> str:
-        """Of an expansion. text_of: reads its default."""
+        """Return the value of an expansion. text_of: reads its default."""
         is_open = "\0{}\0".format(re.sub(r"\s+", " ", piece))
         if re.match(r"(`|\$\()\s*#", piece):  # a comment within a command
             return ""
@@ -172,7 +172,7 @@ class ShellScript:
         return is_open if value is None else value
 
     def _number(self, raw: str) -> str:
-        """Of $((...)); "" where a part is open."""
+        """Return the value of $((...)); "" where a part is open."""
 
         def known(found: re.Match[str]) -> str:
             value = self._known.get(found[0])

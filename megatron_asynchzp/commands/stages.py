@@ -23,7 +23,7 @@ from megatron_asynchzp.sharding.layout import FP32_NBYTES
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What one rank of a pipeline stage holds, in bytes.
+    """Bytes that one rank of a pipeline stage holds.
 
     numel: of the rank's parameters before data parallelism, by sharding group ("dense", "expert").
     formula: by state, without padding.
@@ -70,7 +70,7 @@ class DryRun:
 
     @property
     def hccl_nbytes(self) -> int:
-        """Of HCCL's buffers for the engine's communicators; 0 where the run is not on Ascend."""
+        """Bytes of HCCL's buffers for the engine's communicators; 0 where Ascend is not used."""
         asked = getattr(self.args, "pasa_vendor", None) == "npu-fusion"
         is_on_ascend = asked or importlib.util.find_spec("torch_npu") is not None
         if not is_on_ascend or self.args.distributed_backend == "gloo":
@@ -78,17 +78,17 @@ class DryRun:
         return self.communicators.hccl_nbytes
 
     def left_of(self, device_nbytes: float) -> float:
-        """What the fullest rank leaves of a device; negative: too little."""
+        """Return the bytes that the fullest rank leaves of a device; negative: too little."""
         return self.fullest.memory.left_of(device_nbytes) - self.hccl_nbytes
 
 
 def dry_run_of_flags(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> DryRun:
-    """Of flags that pretrain_gpt.py understands. Raises ConfigurationError for what cannot run."""
+    """Dry-run flags of pretrain_gpt.py. Raises ConfigurationError for what cannot run."""
     return dry_run_of(*pretended_world.parse(list(flags), ranks, ranks_per_node), ranks_per_node)
 
 
 def dry_run_of_script(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> DryRun:
-    """Of any Megatron script. Raises ConfigurationError for what cannot run."""
+    """Dry-run any Megatron script. Raises ConfigurationError for what cannot run."""
     parsed = pretended_world.parse_script(script, flags, ranks, ranks_per_node)
     return dry_run_of(*parsed, ranks_per_node)
 
@@ -114,7 +114,7 @@ def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun
 
 
 def stage_bytes(costing: Costing, args: Namespace, index: int) -> StageBytes:
-    """Of a rank of pipeline stage `index`, with --use-asynchzp or with stock Megatron."""
+    """Return the bytes of a rank of stage `index`, with --use-asynchzp or with stock Megatron."""
     numel = {"dense": 0, "expert": 0}
     for unit in costing.units[index]:
         numel[unit.group] += unit.numel

@@ -54,12 +54,12 @@ def bare(plot: Any, grid: str | None = None) -> None:
 
 
 def set_title(plot: Any, text: str, pad: float = 6) -> None:
-    """What a plot shows, above its left end. pad: points between the two."""
+    """Title a plot with what it shows, above its left end. pad: points between the two."""
     plot.set_title(text, loc="left", fontsize=NORMAL, fontweight="bold", color=INK, pad=pad)
 
 
 def add_caption(figure: Any, *lines: str) -> None:
-    """What a reader must know about the picture, below all plots."""
+    """Add what a reader must know about the picture, below all plots."""
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=INK)
 
 

@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a start says of a command line.
+    """Verdict of a start on a command line.
 
     refused: all lines, of which it prints the first.
     args: validated, without the flags that are refused; None where that is not enough.
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def lost(self) -> list[Normalisation]:
-        """What is switched off and nothing else gives."""
+        """Rules that switch off what nothing else gives."""
         return [rule for rule in self.changed if rule.is_lost]
 
     @property
@@ -116,7 +116,7 @@ def ask(
 
 
 def lines_of(refusal: ConfigurationError) -> list[Line]:
-    """Of each row of a table that refuses, or the one line."""
+    """Return a line for each row of a table that refuses, or the one line."""
     if isinstance(refusal.__cause__, Refused):
         return [Line(str(row), row.flag) for row in refusal.__cause__.rows]
     first = str(refusal).split()[0]
@@ -142,7 +142,7 @@ def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """Of one sharding. at_rest, peak: bytes of a rank, the peak None of other systems; step_s:
+    """Row of one sharding. at_rest, peak: bytes of a rank, the peak None for other systems; step_s:
     predicted, None without a cluster."""
 
     title: str

@@ -198,7 +198,7 @@ def cuda_attributes() -> dict[str, Any]:
 
 
 def rng_attributes() -> dict[str, Any]:
-    """What `torch.cuda` and `torch.cuda.random` share."""
+    """Return the attributes that `torch.cuda` and `torch.cuda.random` share."""
     return {
         "get_rng_state": _get_rng_state,
         "get_rng_state_all": _get_rng_state_all,
@@ -211,7 +211,7 @@ def rng_attributes() -> dict[str, Any]:
 
 
 def nvtx_attributes() -> dict[str, Any]:
-    """What `torch.cuda.nvtx` offers to code that marks ranges."""
+    """Return the attributes that `torch.cuda.nvtx` offers to code that marks ranges."""
     return {
         "range_push": _answer(0),
         "range_pop": _answer(0),

@@ -60,7 +60,7 @@ def split_convolve_scan(
     norm_before_gate: bool = False,
     seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `mamba_split_conv1d_scan_combined` returns to a layer whose norm comes after the gate.
+    """Compute `mamba_split_conv1d_scan_combined` for a layer whose norm comes after the gate.
 
     packed: (batch, length, gate + x + B + C + dt), the output of the first projection.
     conv_weight: (channels of x, B and C, taps).

@@ -301,7 +301,7 @@ class RollCall:
         self._store.append(_ANSWERS, "".join(f"{self._rank} {entry};" for entry in entries))
 
     def _await_verdict(self) -> Verdict | None:
-        """What the answers say. The first to ask awaits and reads them all, the second where that
+        """Return the verdict. The first to ask awaits and reads all answers, the second where that
         one has ended meanwhile, and the others what it makes of them: all answers, read by every
         rank of a large world, are more than a store can send. Who asks later reads a later one."""
         key = f"{_VERDICT}{self._store.add(_VERDICTS, 0)}"
@@ -323,7 +323,7 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def _comes(self, key: str, within_s: float) -> str:
-        """What the store has by then, "" where it has not; torch prints a warning then."""
+        """Return what the store has by then, "" where it has not; torch then prints a warning."""
         self._store.set_timeout(timedelta(seconds=within_s))
         try:
             return self._store.get(key).decode()

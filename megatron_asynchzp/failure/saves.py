@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Saves:
-    """Of one rank. The main thread changes it; other threads read it.
+    """Saves of one rank. The main thread changes it; other threads read it.
 
     beside: folders of checkpoints that are written beside training, the oldest first.
     """
@@ -22,7 +22,7 @@ class Saves:
 
     @contextmanager
     def entering(self, folder: Path | str | None) -> Generator[None]:
-        """What the main thread does within is part of the save of `folder`; None: of whichever is
+        """Make what the main thread does within part of the save of `folder`; None: of whichever is
         the oldest beside training."""
         self._entered.append(folder)
         try:
@@ -39,7 +39,7 @@ class Saves:
         return None
 
     def title(self, where: str | None) -> str | None:
-        """What the main thread is in, for a line: `where`, a collective if it is one, as part of
+        """Say where the main thread is, for a line: `where`, a collective if it is one, as part of
         its save; None where it saves nothing."""
         if (folder := self.current) is None:
             return None

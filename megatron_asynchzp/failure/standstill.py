@@ -53,7 +53,7 @@ class Progress(NamedTuple):
 
 
 class Standstill(Protocol):
-    """What is asked of the driver of a rank, in the thread of a roll call.
+    """Driver of a rank, as the thread of a roll call asks it.
 
     compared: the ranks whose records are comparable, each with whether it computes in step.
     """

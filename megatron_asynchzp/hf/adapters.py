@@ -94,7 +94,7 @@ class MergingReader:
 
 
 def _places(reader: TensorReader) -> dict[str, tuple[TensorReader, str]]:
-    """Of each tensor, by the key without a wrapper: who reads it, and under which key."""
+    """Return by key without a wrapper who reads each tensor, and under which key."""
     return {key.replace(".to_wrap.", "."): (reader, key) for key in reader.tensors}
 
 

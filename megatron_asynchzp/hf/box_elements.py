@@ -29,7 +29,7 @@ class BoxElements(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, changed: Tensor | None) -> "BoxElements":
-        """What changed, or all where that is shorter. values: all; changed: bool; both 1-D."""
+        """Take what changed, or all where that is shorter. values: all; changed: bool; both 1-D."""
         if changed is None or values.numel() >= torch.iinfo(_INDEX).max:
             return cls(values)
         count = int(changed.count_nonzero())
@@ -54,7 +54,7 @@ class BoxElements(NamedTuple):
         return ALL if self.indices is None else self.values.numel()
 
     def tensors(self) -> Iterator[Tensor]:
-        """What has to be sent of it."""
+        """Yield the tensors that have to be sent."""
         for tensor in self:
             if tensor is not None and tensor.numel():
                 yield tensor

@@ -27,7 +27,7 @@ class Job(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors that it becomes."""
+        """Names of the tensors that it becomes."""
         return self.rule.names_of(self.place)
 
     @property

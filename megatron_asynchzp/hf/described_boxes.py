@@ -17,8 +17,8 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:
-    """What this rank describes for others: the boxes of its sharding groups, where it is the first
-    rank; the others hold the same. Between two steps.
+    """Return the boxes that this rank describes for others: those of its sharding groups, where it
+    is the first rank; the others hold the same. Between two steps.
 
     Raises ConfigurationError for a parameter that no checkpoint can hold.
     """

@@ -154,7 +154,7 @@ def _are_equal(embedding: Tensor, head: Tensor) -> bool:
 
 
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
-    """What a checkpoint keeps beside tensors, by Megatron's key."""
+    """Yield what a checkpoint keeps beside tensors, by Megatron's key."""
     yield (
         COMMON_OBJECT,
         {

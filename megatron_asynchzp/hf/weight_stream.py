@@ -88,7 +88,7 @@ def stream_changes(
     receivers: Collection[int] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[WeightDelta]:
-    """What turns the tensors that stream_weights gave at mark_weights(model, since) into those that
+    """Stream the deltas that turn what stream_weights gave at mark_weights(model, since) into what
     it gives now, bit for bit, by apply_delta. Tensors without a change do not come. Arguments and
     errors otherwise as for stream_weights; flags of what changed are converted as the values are,
     so that it takes up to three units of memory.
@@ -100,7 +100,7 @@ def stream_changes(
 
 
 class WeightStream:
-    """What is sent to whom, agreed on by all ranks.
+    """Plan of a stream: what is sent to whom, agreed on by all ranks.
 
     what: the caller, for messages; since: a mark, for what changed since then; refuse: raises
     ConfigurationError or OSError for what else this rank refuses. Other arguments as for

@@ -34,7 +34,7 @@ FP8_COPIES_NBYTES, FP4_COPIES_NBYTES = 2.0, 2 * (1 / 2 + 1 / 16)
 
 @dataclass(frozen=True)
 class Kernels:
-    """What an implementation keeps.
+    """Kernels of an implementation, by what they keep for backward.
 
     core: "scores" keeps the softmax of all pairs of tokens (Megatron's own attention), "pasa" is
         torch's attention on a CPU behind PASA, "flash" keeps none of the pairs.
@@ -61,7 +61,7 @@ FUSED = Kernels()
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again in backward.
+    """Activation recomputation: what backward computes again.
 
     granularity: as in --recompute-granularity.
     method, num_layers: of full recomputation.
@@ -79,8 +79,8 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the bytes of every part depend on. tokens: of a rank in one micro-batch; outside: the
-    same where sequence parallelism divides them; pairs: of a query and a key, per head."""
+    """Inputs of the formulas for bytes. tokens: of a rank in one micro-batch; outside: the same
+    where sequence parallelism divides them; pairs: of a query and a key, per head."""
 
     model: Model
     parallel: Parallel
@@ -102,7 +102,7 @@ class Setting:
 
     @property
     def mask_itemsize(self) -> int:
-        """Of what dropout keeps: a byte on a device, factors in the model's dtype on a CPU."""
+        """Bytes per element that dropout keeps: 1, or on a CPU a factor in the model's dtype."""
         return 1 if self.kernels.is_fused else self.model.itemsize
 
     @property
@@ -138,8 +138,8 @@ def _rope_nbytes(rotated: float, setting: Setting) -> float:
 def _core_nbytes(
     heads: float, queries: float, values: float, kept: float, setting: Setting
 ) -> float:
-    """Of the core attention. queries, values: channels of all heads of a rank; kept: channels of
-    queries, keys and values that the projections made, of which the core keeps some as they are."""
+    """Return the bytes that core attention keeps. queries, values: channels of all heads of a rank;
+    kept: channels of queries, keys and values as projected, some kept by the core as they are."""
     token_nbytes = setting.tokens * setting.model.itemsize
     match setting.kernels.core:
         case "flash":
@@ -257,7 +257,7 @@ def _mlp_nbytes(part: Mlp, setting: Setting) -> float:
 
 
 def _experts_nbytes(part: Experts, setting: Setting) -> float:
-    """Of a balanced router: every rank computes as many tokens as it sends."""
+    """Return the bytes of balanced experts: every rank computes as many tokens as it sends."""
     size, hidden = setting.model.itemsize, setting.model.hidden
     own = setting.outside * hidden * size
     if setting.recompute.has("moe"):
@@ -284,8 +284,8 @@ def _experts_nbytes(part: Experts, setting: Setting) -> float:
 
 
 def _adapters_nbytes(layer: Layer, setting: Setting) -> float:
-    """What a layer keeps more, or less, whose projections are frozen: an adapter keeps the input of
-    its projection and what lies between its own two; a projection without one keeps nothing."""
+    """Return the bytes that a layer of frozen projections keeps more, or less: an adapter keeps its
+    projection's input and what lies between its own two; a projection without one keeps nothing."""
     adapters, parallel = setting.model.adapters, setting.parallel
     if adapters is None or not isinstance(layer.mixer, Attention) or not isinstance(layer.mlp, Mlp):
         return 0.0
@@ -349,8 +349,8 @@ def gradient_nbytes(layer: Layer, setting: Setting) -> float:
 
 
 def loss_nbytes(setting: Setting) -> float:
-    """What the logits take at most, with Megatron's cross entropy over tensor-parallel ranks: their
-    own bytes and an fp32 copy, from which the gradient is made in place."""
+    """Return the logits' bytes at most, with Megatron's cross entropy over tensor-parallel ranks:
+    their own and those of an fp32 copy, from which the gradient is made in place."""
     per_logit = _FP32 + (setting.model.itemsize if setting.model.itemsize != _FP32 else 0)
     return setting.tokens * setting.model.vocabulary / setting.parallel.tp * per_logit
 

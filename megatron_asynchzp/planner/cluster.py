@@ -46,12 +46,12 @@ class Device:
 
     @property
     def flops_per_s(self) -> float:
-        """What a layer reaches."""
+        """FLOPs per second that a layer reaches."""
         return 1e12 * self.tflops * self.efficiency
 
     @property
     def attention_flops_per_s(self) -> float:
-        """What the scores of attention and their product with the values reach."""
+        """FLOPs per second that attention's scores and their product with the values reach."""
         return 1e12 * self.attention_tflops or self.flops_per_s
 
     @property
@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of a node, or the nodes.
+    """Link between the ranks of a node, or between the nodes.
 
     gb_s: 1e9 bytes per second, each way, of one rank's link inside a node or of one network card
         between nodes.
@@ -178,7 +178,7 @@ class Cluster:
 
 
 class Cost(NamedTuple):
-    """Of a collective, in seconds.
+    """Time of a collective, in seconds.
 
     busy_s: for which its slowest link is taken.
     latency_s: which pass while that is free for others.
@@ -189,7 +189,7 @@ class Cost(NamedTuple):
 
     @property
     def alone_s(self) -> float:
-        """Where nothing else uses the links."""
+        """Seconds until it ends where nothing else uses the links."""
         return self.latency_s + self.busy_s
 
 
@@ -242,7 +242,7 @@ class Ring:
         return self.rings_per_node * self.in_node * leaving
 
     def exchange(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Of an all-to-all in which every rank holds `nbytes` for all of them together."""
+        """Return an all-to-all's cost, where each rank holds `nbytes` for all ranks together."""
         if self.size == 1:
             return Cost()
         message = nbytes / self.size
@@ -258,8 +258,8 @@ class Ring:
         return Cost(max(paces), 1e-6 * (start_us + latency_us))
 
     def gather(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one): a turn of
-        the ring, or where one rank of each node takes part NCCL's PAT, whichever is faster."""
+        """Return the cost of an all-gather or reduce-scatter of `nbytes` (the whole tensor): a turn
+        of the ring, or where one rank of each node takes part NCCL's PAT, whichever is faster."""
         ring = self.turn(nbytes, cluster)
         if not (cluster.outside.trees and self.in_node == 1 and self.crosses_nodes):
             return ring
@@ -269,7 +269,7 @@ class Ring:
         return min(ring, pat, key=lambda cost: cost.alone_s)
 
     def all_reduce(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Of an all-reduce of `nbytes`: two turns of the ring, or up and down a tree of nodes."""
+        """Cost of all-reducing `nbytes`: two turns of the ring, or up and down a tree of nodes."""
         turn = self.turn(nbytes, cluster)
         ring = Cost(2 * turn.busy_s, 2 * turn.latency_s)
         if not (cluster.outside.trees and self.crosses_nodes):
@@ -280,7 +280,7 @@ class Ring:
         return min(ring, tree, key=lambda cost: cost.alone_s)
 
     def turn(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one).
+        """Return the cost of an all-gather or reduce-scatter of `nbytes` (the whole tensor).
 
         n - 1 messages of nbytes / n follow each other on each link; a piece passes every rank, so
         that the latency is the sum over one turn. All links work at the same time: the slowest

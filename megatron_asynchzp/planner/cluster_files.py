@@ -41,7 +41,7 @@ def load_cluster(name_or_file: str) -> Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Of the clusters that come with the package."""
+    """Return the names of the clusters that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 

@@ -37,7 +37,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """Of one micro-batch, in seconds."""
+    """Times of one micro-batch's computation, in seconds."""
 
     model: Model
     parallel: Parallel
@@ -62,14 +62,14 @@ class ComputeTimes:
         return forward_s + sent_s, backward_s + sent_s + again
 
     def backward_flops(self, unit: Unit) -> float:
-        """Of one micro-batch, without what is computed again: gradients of inputs and of weights,
-        where there are any. The scores of attention have none."""
+        """Return a micro-batch's backward FLOPs, without recomputation: gradients of inputs, and of
+        weights where there are any. The scores of attention have no weights."""
         if unit.is_trained:
             return 2 * unit.flops
         return unit.flops + self._core_attention_flops(unit)
 
     def _busy_s(self, unit: Unit, flops: float, passes: int = 1) -> float:
-        """Of `flops`, among which is core attention so many times."""
+        """Return the seconds of `flops`, which include `passes` passes of core attention."""
         device, core = self.cluster.device, 0.0
         if device.attention_tflops:
             core = passes * self._core_attention_flops(unit)
@@ -77,7 +77,7 @@ class ComputeTimes:
 
     @cached_property
     def _share_computed_again(self) -> float:
-        """Of the layers, under full recomputation."""
+        """Share of the layers that backward computes again, under full recomputation."""
         recompute, parallel = self.recompute, self.parallel
         if recompute.method == "uniform":
             return 1.0
@@ -97,8 +97,8 @@ class ComputeTimes:
         return pairs * batch.size / 2
 
     def sent_of(self, unit: Unit) -> list[Sent]:
-        """What tensor, context and expert parallelism send in a forward of `unit`, and in its
-        backward as well; overlap is assumed for context parallelism alone."""
+        """Return what tensor, context and expert parallelism send in a forward of `unit`, and again
+        in its backward; overlap is assumed for context parallelism alone."""
         model, cluster = self.model, self.cluster
         parallel, layer = self.parallel, unit.source
         hidden_nbytes = self.batch.tokens / parallel.cp * model.hidden * model.itemsize
@@ -134,7 +134,7 @@ class ComputeTimes:
         return dict(total)
 
     def _key_value_nbytes(self, layer: shapes.Layer) -> float:
-        """Of a whole sequence, on a tensor-parallel rank."""
+        """Return the bytes of whole sequences' keys and values, on a tensor-parallel rank."""
         match layer.mixer:
             case shapes.Attention(num_groups=groups, head_dim=width):
                 elements = 2 * groups * width
@@ -147,7 +147,7 @@ class ComputeTimes:
 
     @cached_property
     def send_s(self) -> float:
-        """Of one micro-batch's hidden states to the next stage."""
+        """Seconds to send one micro-batch's hidden states to the next stage."""
         parallel, cluster = self.parallel, self.cluster
         parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
         nbytes = self.batch.tokens / parts * self.model.hidden * self.model.itemsize

@@ -93,17 +93,17 @@ class Costing(Held):
         return UnitCost(unit.name, forward_s, backward_s, *lanes)
 
     def with_sizes(self, sizes: ShardSizes) -> "Costing":
-        """Of the same plan with other sizes. It shares nothing that was computed."""
+        """Return the same plan's costing with other sizes. It shares nothing that was computed."""
         return replace(self, plan=replace(self.plan, sizes=sizes), known={})
 
     def work(self, kind: int, unit: Unit) -> list[Transfer]:
-        """Of one operation on `unit`, one after the other."""
+        """Return the transfers of one operation on `unit`, one after the other."""
         if unit.numel == 0:
             return []
         return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
 
     def collectives(self, kind: int, unit: Unit) -> list[Collective]:
-        """Of one operation on `unit`, in their order."""
+        """Return the collectives of one operation on `unit`, in their order."""
         sends_codes = self.plan.wire.gathers_codes and unit.kind in IN_FP8
         in_codes = unit.matrix_numel if sends_codes else 0
         group = self.groups[unit.group]
@@ -116,7 +116,7 @@ class Costing(Held):
         return issued(kind)
 
     def communication(self, stage: int) -> list[dict[int, list[Transfer]]]:
-        """Of each unit of a stage, by kind of operation."""
+        """Return the transfers of each unit of a stage, by kind of operation."""
         kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
         keys = [(unit.aligned_numel, unit.group, unit.kind) for unit in self.units[stage]]
         units = dict(zip(keys, self.units[stage], strict=True))
@@ -126,7 +126,7 @@ class Costing(Held):
         return [known[key] for key in keys]
 
     def optimizer_s(self, stage: int) -> float:
-        """Of a step."""
+        """Return the seconds of the optimizer in a step."""
         nbytes = 0.0
         for unit in filter(lambda unit: unit.is_trained, self.units[stage]):
             sizes, numel = self.groups[unit.group].sizes, self.padded(unit) if unit.numel else 0
@@ -135,11 +135,11 @@ class Costing(Held):
 
     @cached_property
     def _stages(self) -> dict[int, list[Stage]]:
-        """By the number of micro-batches."""
+        """Stages of a step, by the number of micro-batches."""
         return {}
 
     def stages(self, micro_batches: int) -> list[Stage]:
-        """Of a step with so many micro-batches."""
+        """Return the pipeline stages of a step with so many micro-batches."""
         if micro_batches in self._stages:
             return self._stages[micro_batches]
         found = self._stages[micro_batches] = []
@@ -206,7 +206,7 @@ class Costing(Held):
 
     @cached_property
     def model_flops(self) -> float:
-        """Of a step on all ranks, without what is computed again."""
+        """FLOPs of a step on all ranks, without what is computed again."""
         parallel, batch = self.plan.parallel, self.plan.batch
         of_rank = sum(
             unit.flops + self.compute.backward_flops(unit) for units in self.units for unit in units
@@ -215,7 +215,7 @@ class Costing(Held):
 
     @property
     def tokens(self) -> int:
-        """Of a step on all ranks."""
+        """Tokens of a step on all ranks."""
         parallel, batch = self.plan.parallel, self.plan.batch
         replicas = self.cluster.num_ranks // (parallel.tp * parallel.cp * parallel.pp)
         return batch.tokens * batch.num_micro_batches * replicas

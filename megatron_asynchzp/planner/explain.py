@@ -15,7 +15,7 @@ _BUSY = 0.9  # of a step: a link that is busy for longer limits it
 
 
 def limit(best: Candidate) -> str:
-    """What a faster cluster would have to be better at."""
+    """Describe what a faster cluster would have to be better at."""
     step, step_s, costing = best.step, best.step_s, best.costing
     assert step is not None
     times = step.worst

@@ -28,7 +28,7 @@ class Failures:
     save_gb_s: float
 
     def saves(self, nbytes: float, nodes: int, ranks: int, is_async: bool) -> "Saves":
-        """Of checkpoints of `nbytes` in all, of a run on `nodes` with `ranks`."""
+        """Return the times of saves of `nbytes` in all, for a run on `nodes` with `ranks`."""
         written_s = nbytes / (1e9 * self.save_gb_s * nodes)
         copied_s = nbytes / (1e9 * self.copy_gb_s * ranks) if is_async else 0.0
         held_s = copied_s if is_async else written_s

@@ -70,7 +70,7 @@ class Held:
 
     @property
     def setting(self) -> Setting:
-        """What activations depend on."""
+        """Inputs on which the bytes of activations depend."""
         plan = self.plan
         return Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
 
@@ -98,7 +98,7 @@ class Held:
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
-        """Of each stage."""
+        """Units of each stage."""
         model, plan = self.model, self.plan
 
         def make() -> tuple[tuple[Unit, ...], ...]:
@@ -123,7 +123,7 @@ class Held:
         return self.plan.parallel.pp == 1 or unit.kind not in ("embedding", "output")
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
-        """What the unit needs beside its states, by the engine's own formula."""
+        """Return what the unit needs beside its states, by the engine's own formula."""
         group, itemsize = self.groups[unit.group], self.model.itemsize
         padded = self.padded(unit)
         adds_as_they_come = group.sizes.grad == 1
@@ -155,12 +155,12 @@ class Held:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the rank that needs most, with the padding of its units."""
+        """Memory of the rank that needs most, with the padding of its units."""
         return max(map(self.stage_memory, range(self.plan.parallel.pp)), key=lambda of: of.total)
 
     def stage_memory(self, stage: int) -> Memory:
-        """Of a rank of pipeline stage `stage`, as the engine allocates it: with padding. Raises
-        ConfigurationError for a budget of memory in flight below what one layer needs."""
+        """Return the memory of a rank of pipeline stage `stage`, with padding as the engine has it.
+        Raises ConfigurationError for a budget of memory in flight below what one layer needs."""
         plan, schedule = self.plan, self.plan.schedule
         key = (plan.parallel, plan.sizes, plan.expert_sizes, stage)
         at_rest, whole, away = self._once(
@@ -187,7 +187,7 @@ class Held:
         )
 
     def _buffers_nbytes(self) -> float:
-        """Of the engine's communicators on a rank."""
+        """Return the bytes of the engine's communicators on a rank."""
         used: set[GroupKey] = {unit.group for units in self.units for unit in units if unit.numel}
         number = sum(self.groups[key].num_communicators for key in used)
         return MIB * self.cluster.device.communicator_mib * number
@@ -203,7 +203,7 @@ class Held:
         return unit.matrix_numel - shapes.without_experts(unit, self.model, self.plan.parallel)
 
     def _preview_nbytes(self, unit: Unit) -> float:
-        """What computing the update of `unit` ahead takes, 0 where that does not happen."""
+        """Return the bytes to compute the update of `unit` ahead, 0 where that does not happen."""
         schedule = self.plan.schedule
         has_room = self._outer_traffic(unit).may_have_room(schedule.early_update == "on")
         is_early = schedule.may_send_early and has_room and self._may_be_early(unit)
@@ -215,7 +215,7 @@ class Held:
         return preview_nbytes(padded / sizes.optim, moments, self.plan.has_loss_scale, shard)
 
     def _states(self, stage: int) -> tuple[dict[str, float], int, float]:
-        """By state, the bytes of the largest unit, whole, and main parameters on the host."""
+        """Return bytes by state, of the largest unit (whole), of main parameters on the host."""
         units = [unit for unit in self.units[stage] if unit.numel]
         largest = max(map(self.padded, units), default=0)
         found = self._states_of(units, self.padded)
@@ -223,14 +223,14 @@ class Held:
         return total_nbytes(found), self.model.itemsize * largest, away
 
     def states_by_formula(self, stage: int) -> dict[str, float]:
-        """At rest on a rank of pipeline stage `stage`, without padding."""
+        """Return a rank's bytes at rest in pipeline stage `stage`, by state, without padding."""
         units = [unit for unit in self.units[stage] if unit.numel]
         return total_nbytes(self._states_of(units, lambda unit: unit.numel))
 
     def _states_of(
         self, units: Sequence[Unit], numel_of: Callable[[Unit], int]
     ) -> list[tuple[dict[str, float], bool]]:
-        """Of each unit, and whether its optimizer states are on the host."""
+        """Return each unit's bytes by state, and whether its optimizer states are on the host."""
         trained = [unit for unit in units if unit.is_trained]
         numels = [self.padded(unit) // self.groups[unit.group].sizes.optim for unit in trained]
         on_host = trained[: num_on_host(numels, self.plan.offload)]
@@ -244,7 +244,7 @@ class Held:
 
     @property
     def saved_nbytes(self) -> float:
-        """Of a checkpoint: parameters, main parameters and moments of all ranks, each once."""
+        """Bytes of a checkpoint: all ranks' parameters, main parameters and moments, each once."""
         itemsize, total = self.model.itemsize, 0.0
         main = FP32_NBYTES if itemsize < FP32_NBYTES else 0
         for unit in filter(lambda unit: unit.numel, self.model.units):
@@ -259,7 +259,7 @@ class Held:
         return max(sum(least_in_flight(chunk)) for stage in every for chunk in self._chunks(stage))
 
     def _chunks(self, stage: int) -> list[list[UnitInFlight]]:
-        """What the units of each model chunk need beside their states; no empty chunk."""
+        """Return what the units of each model chunk need beside their states; no empty chunk."""
         found: dict[int, list[UnitInFlight]] = {}
         for unit in self.units[stage]:
             if unit.numel:
@@ -267,7 +267,7 @@ class Held:
         return list(found.values())
 
     def in_flight_of(self, stage: int) -> list[MemoryInFlight]:
-        """Of each model chunk of a rank of `stage`."""
+        """Return the memory in flight of each model chunk of a rank of `stage`."""
         of = self.plan.schedule
         chunks = self._chunks(stage)
         return [memory_in_flight(each, of.depth, budget=of.in_flight_nbytes) for each in chunks]

@@ -49,8 +49,8 @@ def state_nbytes(
 
 
 def total_nbytes(units: Iterable[tuple[Mapping[str, float], bool]]) -> dict[str, float]:
-    """On the device, by state. units: bytes of each by state, and whether its optimizer states are
-    on the host; then their update takes room."""
+    """Return the bytes on the device by state. units: bytes of each by state, and whether its
+    optimizer states are on the host; then their update takes room."""
     total, moved = Counter[str](), list[float]()
     for found, is_on_host in units:
         away = (_MAIN, _MOMENTS) if is_on_host else ()
@@ -74,7 +74,7 @@ class MomentBytes:
     matrices: int | None = None
 
     def mean(self, numel: int, matrix_numel: int) -> float:
-        """Of a unit of so many elements, of which `matrix_numel` are in matrices."""
+        """Return a unit's mean bytes per element; `matrix_numel` of its `numel` are in matrices."""
         if self.matrices is None:
             return self.all_params
         others = numel - matrix_numel
@@ -85,7 +85,7 @@ class MomentBytes:
 
 
 def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
-    """Of budgets for what stays from one micro-batch to a later one: all of them, at most."""
+    """Return the most that budgets keep from one micro-batch to a later one: all of their bytes."""
     budgets = {"kept parameters": float(params_nbytes), "kept gradients": float(grads_nbytes)}
     return {what: nbytes for what, nbytes in budgets.items() if nbytes}
 
@@ -140,7 +140,7 @@ def micro_batches_in_flight(setting: Setting, stage: int) -> float:
 
 
 def _kept_of_layers(layers: Sequence[Layer], setting: Setting) -> float:
-    """Of one micro-batch in one model chunk."""
+    """Return the bytes that the layers of one model chunk keep of one micro-batch."""
     recompute, per_layer = (
         setting.recompute,
         [activations.layer_nbytes(one, setting) for one in layers],
@@ -154,7 +154,7 @@ def _kept_of_layers(layers: Sequence[Layer], setting: Setting) -> float:
 
 
 def _working(layers: Sequence[Layer], setting: Setting) -> float:
-    """Of the layers that are computed again together, and the gradients of activations in one.
+    """Return the bytes of layers computed again together, and of one layer's activation gradients.
 
     Recomputing a block of first layers begins when backward has freed all the others.
     """
@@ -177,7 +177,7 @@ def _working(layers: Sequence[Layer], setting: Setting) -> float:
 
 
 def stage_activations(setting: Setting, stage: int) -> Activations:
-    """Of a rank of pipeline stage `stage`."""
+    """Return the bytes of a rank's activations in pipeline stage `stage`."""
     chunks = chunk_layers(setting.model, setting.parallel, stage)
     layers = [layer for chunk in chunks for layer in chunk]
     is_last = stage == setting.parallel.pp - 1
@@ -321,5 +321,5 @@ class Memory:
         return max(self.start, self.training)
 
     def left_of(self, device_nbytes: float) -> float:
-        """What remains of a device for its libraries and fragmentation; negative: too little."""
+        """Return a device's bytes left for libraries and fragmentation; negative: too little."""
         return device_nbytes - self.total

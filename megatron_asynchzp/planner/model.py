@@ -142,7 +142,7 @@ class Model:
 
     @property
     def units(self) -> "tuple[Unit, ...]":
-        """Of the whole model on one rank, a tied weight once."""
+        """Units of the whole model on one rank, a tied weight once."""
         return stage_units(self, Parallel(), Batch(1, 1), 0)
 
     @property
@@ -221,7 +221,7 @@ class Unit:
 
     @cached_property
     def numels(self) -> dict[int, int]:
-        """Of its tensors: elements, with how many tensors have so many."""
+        """Number of its tensors of each size, by their elements."""
         found = Counter[int]()
         for shape, count in self.shapes.items():
             found[round(prod(shape))] += count
@@ -241,7 +241,7 @@ class Unit:
 
     @cached_property
     def matrix_numel(self) -> int:
-        """Of what Muon takes for matrices: neither vectors nor the weights of words."""
+        """Elements of what Muon takes for matrices: neither vectors nor the weights of words."""
         two = (round(prod(shape)) * n for shape, n in self.shapes.items() if len(shape) == 2)
         return sum(two) - self.words_numel
 
@@ -310,7 +310,7 @@ def _mlp(ffn: float, is_gated: bool, model: Model, has_bias: bool | None = None)
 
 
 def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
-    """What a layer of experts has besides them: the router and the shared experts."""
+    """Return the shapes of an experts' layer beside them: of the router and the shared experts."""
     shapes = _linear(model.hidden, part.num_experts, part.has_router_bias)
     if part.shared_ffn:
         shapes += _mlp(part.shared_ffn / tp, part.is_gated, model, has_bias=False)
@@ -319,7 +319,7 @@ def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
 
 
 def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
-    """Of one layer on a rank, without its experts."""
+    """Return the shapes of one layer's parameters on a rank, without its experts."""
     tp, shapes = parallel.tp, []
     for part in (layer.mixer, layer.mlp):
         shapes += _norm(model.hidden, model) if part is not None else []
@@ -440,8 +440,8 @@ def without_experts(unit: Unit, model: Model, parallel: Parallel) -> int:
 
 
 def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
-    """Of hidden states beside the embeddings of the next tokens. Its parameters are around the
-    layer: they belong to the root."""
+    """Return the shapes of the projection of hidden states beside the next tokens' embeddings. Its
+    parameters are around the layer: they belong to the root."""
     return _linear(2 * model.hidden, model.hidden / parallel.tp, False)
 
 

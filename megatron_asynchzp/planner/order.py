@@ -140,7 +140,7 @@ class StepOrder:
         return self._last_compute
 
     def mark(self) -> _Mark:
-        """What the main thread has issued by now, as an event on its stream has it."""
+        """Return what the main thread has issued by now, as an event on its stream has it."""
         last = () if self._last_compute is None else (self._last_compute,)
         return (*last, *self.waited)
 
@@ -255,7 +255,7 @@ class _Chunk:
         return memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
 
     def expect(self, phase: Phase) -> None:
-        """What the phase uses, as the step before had it."""
+        """Expect the units that the phase uses, as the step before used them."""
         for unit in in_use_order(self._visits, phase.is_forward):
             if self._all[unit].is_gathered:
                 self.params.expect(unit)

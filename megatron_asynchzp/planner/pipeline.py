@@ -8,8 +8,8 @@ from megatron_asynchzp.planner.program import Phase
 
 
 def stage_phases(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Phase]:
-    """Of one step. With several chunks `micro_batches` is a multiple of `stages`, as Megatron
-    demands; raises ValueError otherwise."""
+    """Return the phases of one step. With several chunks `micro_batches` is a multiple of `stages`,
+    as Megatron demands; raises ValueError otherwise."""
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"{micro_batches} micro-batches are not a multiple of {stages} stages")
     # A group of one micro-batch for each stage goes through chunk 0, then through chunk 1, ...

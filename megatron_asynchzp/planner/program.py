@@ -14,7 +14,7 @@ from megatron_asynchzp.sharding.in_flight import UnitInFlight
 
 @dataclass(frozen=True)
 class OrderUnit:
-    """What the order depends on of a unit.
+    """Properties of a unit on which the order depends.
 
     size: equal for units of the same size.
     memory: what it needs in flight.

@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """Of the dense sharding group."""
+        """Ranks of the dense sharding group."""
         return self.costing.dense_ranks
 
     def is_of(self, other: Contender) -> bool:
@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def ranks_in_node(self) -> int:
-        """Of a dense sharding group."""
+        """Ranks of a dense sharding group on one node."""
         tp = self.plan.parallel.tp
         per_node = max(1, self.costing.cluster.ranks_per_domain // tp)
         return min(per_node, self.costing.dense_ranks)
@@ -88,7 +88,7 @@ def scheme_of(sizes: ShardSizes, ranks: int, in_node: int) -> str:
 
 
 def scheme_sizes(name: str, ranks: int, in_node: int) -> tuple[int, int, int]:
-    """Of one of SCHEMES."""
+    """Return the sizes (parameters, gradients, optimizer states) of one of SCHEMES."""
     return {
         "ZeRO-3": (ranks, ranks, ranks),
         "distributed optimizer": (1, 1, ranks),
@@ -137,8 +137,8 @@ class Outcome:
 
     @property
     def best(self) -> Candidate | None:
-        """Of those as good as the fastest that send little off a node: one of other systems', with
-        no busier links than the fastest, or else the fastest of them."""
+        """Plan as good as the fastest that sends little off a node: one of another system, with no
+        busier links than the fastest, or else the fastest of them."""
         if not self.ranked:
             return None
         fastest = self.ranked[0]
@@ -192,8 +192,8 @@ class _Bounds:
     def _carried(
         self, costing: Costing, stage: int, keeps: tuple[bool, bool]
     ) -> list[tuple[float, float]]:
-        """Of each link, and of each lane, whose operations follow each other with their latencies:
-        seconds for each micro-batch, and once in a step. keeps: parameters, and gradients."""
+        """Return the seconds of each link, and of each lane, whose operations and latencies follow
+        each other: for each micro-batch, and once in a step. keeps: parameters, and gradients."""
         # With a budget as little as once in a step.
         keeps_params, keeps_grads = keeps
         times = {
@@ -290,7 +290,7 @@ def _promising(rated: Sequence[tuple[float, float, Costing]]) -> list[Costing]:
 
 
 def _contenders(ranked: Sequence[Candidate]) -> dict[Contender, Candidate | None]:
-    """Of each the batch and the recomputation that are best with its sizes in our schedule."""
+    """Plan each contender with the batch and recomputation best with its sizes in our schedule."""
     found: dict[Contender, Candidate | None] = {}
     for contender in CONTENDERS:
         like = next((one for one in ranked if one.is_of(contender)), None)
@@ -326,7 +326,7 @@ def _fastest(ranked: Sequence[Candidate], scheme: str) -> Candidate | None:
 def _missed(
     too_large: Sequence[tuple[float, Costing]], ranked: Sequence[Candidate]
 ) -> tuple[Candidate, float] | None:
-    """Of those that do not fit and whose bound is under the best step, the one nearest to fit."""
+    """Return the plan nearest to fitting whose bound is under the best step, with that bound."""
     if not ranked:
         return None
     faster = [one for one in too_large if one[0] < (1 - PLAIN) * ranked[0].step_s]

@@ -27,7 +27,7 @@ Work = Sequence[Transfer]
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Of one unit on a rank: seconds to compute a micro-batch, and the work of its operations."""
+    """Cost of one unit on a rank: seconds to compute a micro-batch, and its operations' work."""
 
     name: str
     forward_s: float
@@ -89,7 +89,7 @@ class Step:
 
     @property
     def worst(self) -> StageTimes:
-        """Of the stage that waits longest for communication."""
+        """Times of the stage that waits longest for communication."""
         return max(self.stages, key=lambda stage: stage.exposed_s)
 
 

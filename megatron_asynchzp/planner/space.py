@@ -29,7 +29,7 @@ _MOST_SIZES = 8
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen.
+    """Choices from which plans are made.
 
     global_batch: sequences of a step.
     start: what is kept where nothing is varied.
@@ -126,7 +126,7 @@ def parallels(space: Space) -> Iterator[Parallel]:
 def undivided(
     model: Model, parallel: Parallel, seq_length: int
 ) -> Iterator[tuple[str, int, str, int]]:
-    """What a model's layers refuse: each size that another one has to divide and does not, by
+    """Return what a model's layers refuse: each size that another has to divide and does not, by
     Megatron's names of both."""
     tensor = "tensor-model-parallel-size", parallel.tp
     rows: list[tuple[str, int, str, int]] = []

@@ -110,7 +110,7 @@ class Group:
 
     @property
     def num_communicators(self) -> int:
-        """Of a rank: along an axis gathering and reducing have their own."""
+        """Communicators of a rank: along an axis gathering and reducing have their own."""
         return len(self.axes(1, self.sizes.optim)) + len(self.axes(1, self.ranks))
 
     def padded(self, numel: int) -> int:
@@ -121,7 +121,7 @@ class Group:
 def unit_collectives(
     kind: int, padded_numel: int, itemsize: int, group: Group, in_codes: int = 0
 ) -> list[Collective]:
-    """What one operation of `kind` (a lane, see planner/program.py) issues, in its order.
+    """Return the collectives of one operation of `kind` (a lane, see planner/program.py), in order.
 
     itemsize: bytes of a parameter.
     in_codes: elements that are gathered as FP8 codes; the others travel at the end of a message,
@@ -155,7 +155,7 @@ def grad_piece_numels(padded_numel: int, shards: int, slot_nbytes: int) -> list[
 
 
 def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
-    """Of the outermost axis first, whose result is the least."""
+    """Return the all-gathers: that of the outermost axis first, whose result is the least."""
     found: list[Collective] = []
     for axis in axes:
         found.append(Collective(ALL_GATHER, numel, itemsize, axis.size, axis.stride))
@@ -193,7 +193,7 @@ def ring_of(collective: Collective, group: Group, cluster: Cluster) -> Ring:
 
 
 class Transfer(NamedTuple):
-    """What a collective is to a link: it occupies it for busy_s seconds, and ends latency_s later;
+    """Use of a link by a collective, which occupies it for busy_s seconds and ends latency_s later;
     in that time others may use the link."""
 
     link: str
@@ -221,8 +221,8 @@ def transfers(collectives: Iterable[Collective], group: Group, cluster: Cluster)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank, in one step: collectives by kind of operation; and of its node, the bytes that
-    leave it when all its ranks do the same."""
+    """Traffic of one rank in one step: collectives by kind of operation; and of its node, the bytes
+    that leave it when all its ranks do the same."""
 
     collectives: dict[tuple[int, Collective], int]
     node_nbytes: float

@@ -30,7 +30,7 @@ FP64 = Precision(torch.float64, torch.float64, torch.float64)
 
 
 def mixed_precision(matrix: torch.dtype) -> Precision:
-    """What the fused kernels do: operands in `matrix`, all else in fp32 (fp64 for fp64)."""
+    """Return the fused kernels' precision: operands in `matrix`, all else fp32 (fp64 for fp64)."""
     return FP64 if matrix == torch.float64 else Precision(matrix, torch.float32, torch.float32)
 
 
