@@ -97,7 +97,7 @@ _Pack = tuple[torch.Tensor, list[_Moved]]
 
 
 def _packs(storages: Iterable[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
-    """At most NUM_COPIES, of about as many bytes each."""
+    """Group storages into at most NUM_COPIES packs, of about as many bytes each."""
     filled = [one for one in storages if one.nbytes()]
     total, start = sum(one.nbytes() for one in filled), 0
     packs: dict[int, list[torch.UntypedStorage]] = {}
@@ -108,7 +108,7 @@ def _packs(storages: Iterable[torch.UntypedStorage]) -> list[list[torch.UntypedS
 
 
 def _stops(pack: Sequence[_Moved]) -> list[int]:
-    """Where each ends in its pack; each begins at an aligned place."""
+    """Return where each storage ends in its pack, in bytes; each begins at an aligned place."""
     stops: list[int] = []
     for one in pack:
         begin = aligned_nbytes(stops[-1]) if stops else 0
@@ -117,7 +117,7 @@ def _stops(pack: Sequence[_Moved]) -> list[int]:
 
 
 def _parts(memory: torch.Tensor, pack: Sequence[_Moved]) -> list[torch.Tensor]:
-    """What each storage of a pack has of `memory` (1-D, uint8)."""
+    """Return each storage's part of `memory` (1-D, uint8), which is that of the pack."""
     stops = _stops(pack)
     return [memory[stop - one.nbytes : stop] for stop, one in zip(stops, pack, strict=True)]
 

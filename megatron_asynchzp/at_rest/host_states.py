@@ -37,14 +37,14 @@ def move_to_host(schedulers: Sequence[StepScheduler], fraction: float) -> None:
 
 @dataclass
 class _Place:
-    """memory: of the device, 1-D uint8. is_free: the event after which it may be written to."""
+    """A place on the device. memory: 1-D uint8. is_free: the event from which it may be written."""
 
     memory: torch.Tensor
     is_free: Any
 
 
 class _UnitStates:
-    """Of one unit.
+    """Optimizer states of one unit.
 
     params: the optimizer's, those with elements.
     on_host: by kind, an element for each of the unit's O range.

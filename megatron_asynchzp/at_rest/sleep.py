@@ -96,7 +96,7 @@ class _Sleep:
 
 
 def _tensors_of(state: State, device: torch.device) -> list[torch.Tensor]:
-    """Those on `device`. Raises ConfigurationError for a kind whose memory cannot be moved."""
+    """List tensors on `device`. Raises ConfigurationError where one's memory cannot be moved."""
     values = [value for values in state.values() for value in values.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if other := [value for value in tensors if type(value) is not torch.Tensor]:

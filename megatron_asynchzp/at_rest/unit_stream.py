@@ -202,7 +202,7 @@ class _StreamedUnit:
             task.wait()
 
     def yield_unit(self, patiently: bool) -> WholeUnit:
-        """Its values, for the caller. patiently: see Place.is_viewed."""
+        """Return its values to the caller. patiently: see Place.is_viewed."""
         if self.nbytes and self.place.is_viewed(patiently):
             raise ConfigurationError(
                 f"{self.unit.name}: values that were taken before are still kept, and overwritten; "
@@ -263,7 +263,7 @@ class _GatheredTensor:
         return held if not self.nbytes else held[self.offset :][: self.nbytes].view(self._dtype)
 
     def held_in(self, memory: torch.Tensor | None) -> torch.Tensor:
-        """What the whole is a view of; torch counts what is written to either, but in inference."""
+        """Return what the whole is a view of; torch counts writes to either, but in inference."""
         return self._shard if memory is None or not self.nbytes else memory
 
     def steps(self, memory: torch.Tensor | None) -> Steps:

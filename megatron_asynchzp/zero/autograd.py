@@ -261,8 +261,8 @@ class HZPRuntime(StepScheduler):
         super().zero_grads(number)
 
     def _announce_fusion(self) -> None:
-        """What the step before has shown decides which units' layers may overwrite: not those that
-        are called twice in a forward, whose gradients add up."""
+        """Tell units whether their layers may overwrite, as the step before has shown: not those
+        that are called twice in a forward, whose gradients add up."""
         for unit in self.units if self._fuses_grads else ():
             if unit.is_trained:
                 can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last
@@ -440,7 +440,7 @@ class HZPRuntime(StepScheduler):
         self._batch.read_within.clear()
 
     def _unshard_saved(self, unit: HZPUnit) -> None:
-        """What autograd saved of `unit` is read, maybe before a gradient has reached an output that
+        """Unshard `unit` where a saved view is read, maybe before a gradient is at an output that
         its module is known to have: its tensors may be hidden in an object, or kept elsewhere."""
         if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
             if self._is_within_forward:

@@ -21,7 +21,7 @@ _Inputs = dict[str, tuple[torch.dtype, torch.Size, bool]]
 
 
 class Engine(Protocol):
-    """What hears of the calls of modules that need `units`.
+    """The engine, as it hears of the calls of modules that need `units`.
 
     is_rehearsing: whether calls are captured into a graph, and are none of a step.
     is_in_part: whether a part runs, which says itself when its backward begins and is done.
@@ -101,7 +101,7 @@ class _Call:
             _before_grad_of(tensor, self.end_backward)
 
     def watch_output(self, output: Any) -> None:
-        """What the module returns, of any form."""
+        """Watch the tensors in the output of the module, which may have any form."""
         found = (
             [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
         )
@@ -159,8 +159,8 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-    """What a graph is captured for of each tensor that its layer is called with. The first one may
-    come with a name or without."""
+    """Return what a graph is captured for of each tensor, by name, that its layer is called with.
+    The first one may come with a name or without."""
     found = [*tensors_within(args, "its inputs")]
     found += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
     names = ["its first tensor", *(name for name, _ in found[1:])]
@@ -191,7 +191,7 @@ def called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What `method` of `module` returns, with the two of hooks_of_call around it."""
+    """Call `method` of `module` with the two of hooks_of_call around it, and return its output."""
     output = None
     try:
         args, kwargs = before(module, args, kwargs)
@@ -204,7 +204,7 @@ def called(
 def hooks_of_call(
     units: list[HZPUnit], runtime: Engine
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """What comes before and after a call that needs the parameters of `units`."""
+    """Make the hooks before and after a call that needs the parameters of `units`."""
     calls: list[_Call] = []
 
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):

@@ -88,7 +88,7 @@ class CapturedGrads:
             self._add(unit, displaced)
 
     def give(self, unit: HZPUnit) -> None:
-        """What was captured has written all gradients of `unit` that it leaves there."""
+        """Give `unit` the gradients that captured backwards leave there: all are written."""
         if unit in self._captured:
             self._add(unit, self._places[self._place_of[unit]])
 

@@ -30,7 +30,7 @@ OTHER_UNITS = "its parameters are divided into other units than when it was buil
 
 @dataclass
 class _HeldParam:
-    """What this rank holds of one parameter.
+    """The part of one parameter that this rank holds.
 
     kind: its class before; values: 1-D, its elements that lie in this rank's shard.
     """
@@ -205,7 +205,7 @@ class Construction:
         return module
 
     def _answer(self, use: Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What reads or writes parameters makes them whole."""
+        """Make the parameters whole that `use` reads or writes, and call it."""
         for param in tree_leaves((args, kwargs)) if use != GRAD else ():
             if isinstance(param, nn.Parameter) and param in self._sharded:
                 self._unshard(self._sharded[param], f"{_caller()} uses its weights")

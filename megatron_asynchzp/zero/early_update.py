@@ -93,8 +93,8 @@ class EarlyUpdate:
             del self._outcomes[next(iter(self._outcomes))]
 
     def preview_of(self, unit: HZPUnit, step: int) -> Callable[[torch.Tensor], None]:
-        """What updates its argument, this rank's main parameters of `unit` (1-D, fp32) or a copy of
-        them, with the gradients and settings as they are then, and writes nothing else.
+        """Return a function that updates its argument, this rank's main parameters of `unit` (1-D,
+        fp32) or a copy of them, with the gradients and settings as they are then, and nothing else.
 
         It is for the thread of a lane. What that reads is collected here, where nobody else
         changes it. step: the number of the one that runs.

@@ -37,7 +37,7 @@ def fingerprint(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 @cache
 def _weights(num: int, device: torch.device) -> torch.Tensor:
-    """The same on all ranks and devices."""
+    """Draw `num` random int64 numbers (1-D), the same on all ranks and devices."""
     random = torch.Generator().manual_seed(0)
     low, high = -(2**63), 2**63 - 1
     with torch.inference_mode(False):
@@ -50,6 +50,6 @@ def forget_weights() -> None:
 
 
 def _odd(index: int) -> int:
-    """Of piece number `index`, between -2^63 and 2^63."""
+    """Return an odd number for piece number `index`, between -2^63 and 2^63."""
     mixed = (2 * index + 1) * _FACTOR % 2**64
     return mixed - 2**64 if mixed >= 2**63 else mixed

@@ -66,7 +66,7 @@ class ParamBudget:
 
 @dataclass
 class _Gather:
-    """Into `place`. task: None once the unit is in use."""
+    """A gather into `place`. task: None once the unit is in use."""
 
     place: Place
     task: Task | None
@@ -74,8 +74,8 @@ class _Gather:
 
 @dataclass
 class _Preview:
-    """What is sent early. grads: what it reads; update: as for preview_param_steps; is_outdated: a
-    gradient came after it."""
+    """An update that is sent early. grads: the task whose gradients it reads; update: as for
+    preview_param_steps; is_outdated: a gradient came after it."""
 
     grads: Task
     update: Callable[[torch.Tensor], None]

@@ -12,7 +12,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class Engine(Protocol):
-    """What hears of parts."""
+    """The engine, as it hears of parts."""
 
     def part_forward(self, units: list[HZPUnit]) -> AbstractContextManager[None]: ...
     def part_backward(self, units: list[HZPUnit]) -> AbstractContextManager[None]: ...

@@ -52,9 +52,9 @@ class _Collected:
 
 
 class _Piece(NamedTuple):
-    """Of a unit's gradients. memory_key, places_key: equal for pieces that split the same place in
-    the same way, and whose parameters lie there at the same addresses; strings, which remember
-    their hash. nbytes: that reducing it takes; shard: what it adds its result to."""
+    """A piece of a unit's gradients. memory_key, places_key: equal for pieces that split the same
+    place in the same way, and whose parameters lie there at the same addresses; strings, which
+    remember their hash. nbytes: that reducing it takes; shard: what it adds its result to."""
 
     grads: GradPiece
     memory_key: str

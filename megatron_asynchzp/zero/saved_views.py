@@ -156,8 +156,8 @@ class SavedViews:
             return False
 
     def pack(self, tensor: torch.Tensor, is_counted: bool = True) -> "_Kept | SavedView":
-        """What autograd keeps in place of `tensor`; is_counted: whether it may not be written to
-        until it is unpacked."""
+        """Return what autograd keeps in place of `tensor`; is_counted: whether it may not be
+        written to until it is unpacked."""
         unit = self.unit_of(tensor)
         if unit is None or unit.is_always_unsharded:
             return _Kept.of(tensor, is_counted)
@@ -213,13 +213,13 @@ def _refuse_written(title: str, version: int, expected: int | None) -> NoReturn:
 
 
 class _Theirs(NamedTuple):
-    """What somebody else's hook has made of a tensor."""
+    """A saved tensor as somebody else's hook has packed it."""
 
     packed: Any
 
 
 class _JoinedHooks:
-    """Those of all engines for views of their units, and of somebody else for what is none.
+    """Hooks of all engines for views of their units, and of somebody else for other tensors.
 
     theirs: without them such a tensor is kept as it is, see _Kept.
     unit_views: pushed them for a unit; None where somebody else did.
@@ -244,17 +244,17 @@ class _JoinedHooks:
 
 
 def _number_of(storage: Any) -> int:
-    """Of a storage; no other has it while this one is there, or a weak reference to it."""
+    """Return a storage's number; no other has it while this one, or a weak reference, is there."""
     return storage._cdata
 
 
 def _top_hooks() -> Any:
-    """Pack and unpack that torch applies now, None without."""
+    """Return the pack and unpack hooks that torch applies now, None without."""
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
 def _views_of(hooks: Hooks) -> SavedViews | None:
-    """Those that pushed `hooks` for a unit, None where somebody else did."""
+    """Return the SavedViews that pushed `hooks` for a unit, None where somebody else did."""
     owner = getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, SavedViews) else getattr(owner, "unit_views", None)
 
@@ -281,7 +281,7 @@ def _is_of_checkpoint(pack: Callable[..., Any]) -> bool:
 
 
 def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """In place of torch's function that pushes hooks."""
+    """Push hooks, in place of torch's function."""
     if not isinstance(pack, torch.fx.GraphModule):  # a compiler looks for graphs as hooks
         joined = _JoinedHooks((pack, unpack))
         pack, unpack = joined.pack, joined.unpack
@@ -289,7 +289,7 @@ def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
 
 
 def _pop_theirs() -> None:
-    """In place of torch's function that pops hooks."""
+    """Pop hooks, in place of torch's function."""
     _take(of_a_unit=False)
 
 

@@ -34,15 +34,15 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 @dataclass(frozen=True)
 class KeepBudgets:
-    """What the model chunks of a rank keep from one micro-batch to a later one. params, grads: None
-    where nothing is."""
+    """Budgets of what the model chunks of a rank keep from one micro-batch to a later one. params,
+    grads: None where nothing is kept."""
 
     params: ParamBudget | None = None
     grads: Residency[HZPUnit] | None = None
 
     @classmethod
     def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "KeepBudgets":
-        """As much as `config` allows; allocates the memory of parameters that are kept."""
+        """Make the budgets of `config`; allocates the memory of parameters that are kept."""
         params = grads = None
         if config.keep_params_nbytes or config.keeps_params_in_free_memory:
             params = ParamBudget(
@@ -61,7 +61,7 @@ class KeepBudgets:
         return cls(params, grads)
 
     def grad_record(self) -> list[str]:
-        """For a checkpoint: the units, by name, whose gradients the last step completed, in order.
+        """Name the units whose gradients the last step completed, in order, for a checkpoint.
 
         [Note: kept after a resume] What is kept decides how gradients are grouped in sums, hence
         their last bits, and is decided from the order of the step before. A process that goes on
@@ -80,7 +80,7 @@ class KeepBudgets:
 
 
 class StepState(enum.Enum):
-    """What a model chunk is doing; see StepScheduler.state."""
+    """State of a model chunk within or between steps; see StepScheduler.state."""
 
     IDLE = "idle"
     """No gradient is there: since `zero_grads`."""
@@ -95,7 +95,7 @@ class StepState(enum.Enum):
 
 
 class OnHost(Protocol):
-    """What a step has to know of states that are on the host (HostStates)."""
+    """States that are on the host (HostStates), as far as a step has to know them."""
 
     def settle(self) -> None: ...
     def free(self) -> None: ...
@@ -580,7 +580,7 @@ def _refuse_keeping(units: Sequence[HZPUnit], flag: str) -> None:
 
 
 def memory_in_flight_of(units: Sequence[HZPUnit], config: ScheduleConfig) -> MemoryInFlight:
-    """What a StepScheduler of these units allocates. Raises ConfigurationError, see the formula."""
+    """Size a StepScheduler's memory for `units`. Raises ConfigurationError, see the formula."""
     return memory_in_flight(
         [unit.in_flight(config.grad_slot_nbytes) for unit in units],
         config.depth,

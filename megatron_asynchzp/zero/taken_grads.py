@@ -97,7 +97,7 @@ def give_grad(param: Any, grad: torch.Tensor) -> None:
 
 
 def given_grad(param: Any) -> torch.Tensor | None:
-    """What was given to an optimizer's parameter, or None."""
+    """Return the gradient that was given to an optimizer's parameter, or None."""
     return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
 
 
@@ -144,7 +144,7 @@ def places_of(unit: HZPUnit, piece: GradPiece, full: torch.Tensor) -> list[torch
 
 
 def _zero(tensors: list[torch.Tensor]) -> None:
-    """With one operation for all."""
+    """Zero all of them with one operation."""
     if tensors:
         torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 

@@ -50,7 +50,7 @@ class IllegalTransition(RuntimeError):
 
 
 class Fragment:
-    """What this rank's optimizer shard holds of one parameter, number `index` of its unit.
+    """The part of one parameter, number `index` of its unit, in this rank's optimizer shard.
 
     held: which of its row-major elements; values: these of main_param, 1-D fp32; param: as a
     parameter of an optimizer, NaN where `values` are on the host; grad: their place in main_grad,
@@ -208,7 +208,7 @@ class HZPUnit:
                 param.__class__ = kind
 
     def unhide(self) -> None:
-        """What comes now may compute with the parameters."""
+        """Let what comes now compute with the parameters."""
         if self._guarded_kinds is not None:
             for param, kind in zip(self.params, self._kinds, strict=True):
                 param.__class__ = kind
@@ -226,12 +226,12 @@ class HZPUnit:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Of its full parameters."""
+        """Bytes of its full parameters."""
         return self.layout.padded_numel * self.dtype.itemsize
 
     @cached_property
     def outer_traffic(self) -> OuterTraffic:
-        """Of a step, in bytes."""
+        """Traffic of a step, in bytes."""
         topology = self.groups.topology
         itemsizes = self.dtype.itemsize, self.groups.grad_dtype.itemsize
         numel, ranks = self.layout.padded_numel, topology.world_size
@@ -338,11 +338,11 @@ class HZPUnit:
         return full is not None and full.untyped_storage().data_ptr() == pointer
 
     def params_at_rest(self) -> list[torch.Tensor]:
-        """What holds the memory of its parameters between two uses."""
+        """Return the tensors that hold the memory of its parameters between two uses."""
         return [self.model_param.storage, *self._placeholders]
 
     def states(self) -> list[torch.Tensor]:
-        """What is at rest of a trained unit beside model_param."""
+        """Return the tensors of a trained unit that are at rest beside model_param."""
         if not self.is_trained:
             return []
         own = [self.main_grad.storage, *self.marks.bits.values(), self._sent, self._due]
@@ -375,7 +375,7 @@ class HZPUnit:
                 param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
 
     def in_flight(self, slot_nbytes: int) -> UnitInFlight:
-        """What this unit needs beside its states; slot_nbytes: see ScheduleConfig."""
+        """Size what this unit needs beside its states; slot_nbytes: see ScheduleConfig."""
         need = UnitInFlight.of(
             self.layer,
             self.layout.padded_numel,
@@ -467,16 +467,16 @@ class HZPUnit:
             self.main_grad.storage.zero_()
 
     def main_grad_fragments(self) -> list[torch.Tensor]:
-        """What this rank's optimizer shard holds of each parameter's gradient: 1-D views."""
+        """Return this rank's optimizer shard of each parameter's gradient: 1-D views."""
         return self.main_grad.sub_buffer(self.optim_range).fragment_views()
 
     def main_param_fragments(self) -> list[torch.Tensor]:
-        """What this rank's optimizer shard holds of each parameter: 1-D fp32 views."""
+        """Return this rank's optimizer shard of each parameter: 1-D fp32 views."""
         return self.main_param.fragment_views()
 
     def new_fragments(self) -> "list[Fragment]":
-        """What this rank's optimizer shard holds of a trained unit, for an optimizer: a parameter
-        of each, those included of which it holds nothing."""
+        """Make what an optimizer trains of this rank's optimizer shard of a trained unit: a
+        fragment of each parameter, those included of which it holds nothing."""
         grads = self.main_grad_fragments()
         return [
             Fragment(index, *self.main_param.held_of(index), grads[index], self.is_main_param_away)
@@ -549,12 +549,12 @@ class HZPUnit:
         return followed_by(last, take_others)
 
     def note_sent(self) -> None:
-        """What this rank's O range of the parameters holds is what other ranks get of it."""
+        """Note that other ranks get what this rank's O range of the parameters holds now."""
         # Into memory that stays: another stream reads it.
         self._sent.copy_(fingerprint(self.model_param.view(self.optim_range)))
 
     def _fingerprint_now(self) -> torch.Tensor:
-        """Of what would be sent now."""
+        """Return the fingerprint of what would be sent now."""
         dtype = None if self.is_main_param_aliased else self.dtype
         return fingerprint(self.main_param.storage, dtype)
 
@@ -563,7 +563,7 @@ class HZPUnit:
         return self._fingerprint_now() != self._sent
 
     def note_due(self, is_as_sent: bool = False) -> None:
-        """What main_param holds now is what other ranks are to get, by a task that may run later.
+        """Note that other ranks are to get what main_param holds now, by a task that may run later.
         is_as_sent: they have it."""
         self._due.copy_(self._sent if is_as_sent else self._fingerprint_now())
 
