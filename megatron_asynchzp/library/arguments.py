@@ -301,7 +301,7 @@ def _difference(name: str, first: Description | None, line: Description | None, 
 
 
 def describe(tensor: torch.Tensor) -> Description:
-    """Of a parameter or buffer that is whole."""
+    """Describe a parameter or buffer that is whole."""
     is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     kind = (
         "a buffer" if not isinstance(tensor, nn.Parameter) else "" if is_trained else "not trained"

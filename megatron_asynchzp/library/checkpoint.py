@@ -72,7 +72,7 @@ class ModelCheckpoint:
         return state
 
     def _kinds(self) -> dict[nn.Parameter, dict[str, StateKind]]:
-        """What the optimizer keeps of each parameter, now or after some steps."""
+        """Return the kinds of states that the optimizer keeps of each parameter, now or later."""
         kinds: dict[nn.Parameter, dict[str, StateKind]] = {}
         states, tried = self.optimizer.state, None
         # Of a shape even where the parameter sleeps.

@@ -16,7 +16,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 @dataclass(frozen=True)
 class HeldFragment:
-    """What this rank holds of one parameter.
+    """The part of one parameter that this rank holds.
 
     held: its elements, of the row-major parameter; values: 1-D, these elements of the fp32 main
     parameter where it is trained, else of the model's.

@@ -59,7 +59,7 @@ def materialize(
 
 
 def _init_weights_around(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
-    """By module, the `_init_weights` of the innermost module around it that has one."""
+    """Find, by module, the `_init_weights` of the innermost module around it that has one."""
     found: dict[nn.Module, Callable[[nn.Module], object]] = {}
     for module in model.modules():  # from the outside to the inside
         if callable(init := getattr(module, "_init_weights", None)):
@@ -97,7 +97,7 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _fill_of(
     module: nn.Module, name: str, init_weights: Callable[[nn.Module], object] | None
 ) -> Fill | None:
-    """What gives the module's own tensors their values; None where it has none."""
+    """Find what gives the module's own tensors their values; None where it has none."""
     unfilled = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
     if not unfilled:
         return None

@@ -29,7 +29,7 @@ _HELD = "asynchzp_held"
 def guarded_optimizer(
     new_optimizer: NewOptimizer, trained: Sequence[TrainedFragment], device: torch.device
 ) -> torch.optim.Optimizer:
-    """What `new_optimizer` makes of the parameters of `trained`. Raises ConfigurationError for what
+    """Build the optimizer of `trained` by `new_optimizer`. Raises ConfigurationError for what
     is no optimizer of them. Afterwards calls are refused that would do less than they say."""
     named = [(part.name, part.param) for part in trained]
     if not named:  # a reference or a teacher, which torch's optimizers refuse

@@ -63,7 +63,7 @@ def _refuse_others(name: str) -> None:
 
 
 class _NoDDP:
-    """What DistributedDataParallel is to leave out of a sharded model: it looks, and is refused."""
+    """Names for DistributedDataParallel to leave out of a sharded model: who looks is refused."""
 
     def __iter__(self) -> Iterator[str]:
         raise ConfigurationError(
@@ -113,7 +113,7 @@ class ShardedParams:
         model._ddp_params_and_buffers_to_ignore = _NoDDP()
 
     def name_of(self, param: nn.Parameter) -> str:
-        """Of a parameter of the model."""
+        """Return the name of a parameter of the model."""
         unit, index = self._places[param]
         return unit.param_names[index]
 

@@ -450,7 +450,7 @@ class ShardedModel:
                 set_data(part.param, part.values)
 
     def state_dict(self, only_trained: bool = False) -> dict[str, Any]:
-        """What torch.distributed.checkpoint saves, or loads in place.
+        """Return the state that torch.distributed.checkpoint saves, or loads in place.
 
             checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
 
@@ -527,9 +527,9 @@ class ShardedModel:
     def stream_changes(
         self, since: str, *, receivers: Sequence[int] | None = None
     ) -> Generator[WeightDelta]:
-        """What turns the weights of the model at mark_weights(since) into those of now, bit for
-        bit, by apply_delta; as stream_weights otherwise. Parameters without a change do not come. A
-        delta may be kept.
+        """Yield the deltas that turn the weights of the model at mark_weights(since) into those of
+        now, bit for bit, by apply_delta; as stream_weights otherwise. Parameters without a change
+        do not come. A delta may be kept.
 
         No copy of the model is kept: where the fp32 main parameters are rounded to the model's
         dtype the old and the new value are compared. fp32 parameters, which are not rounded, come
@@ -614,7 +614,7 @@ class ShardedModel:
 
     @contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
-        """What happens inside becomes a trace of this rank in `file` (JSON, for Perfetto), as with
+        """Write what happens inside as a trace of this rank to `file` (JSON, for Perfetto), as with
         --asynchzp-trace: spans of computation and of each lane of communication."""
         with captured_trace(self.runtime.driver.timeline, Path(file), dist.get_rank(self._group)):
             yield

@@ -35,7 +35,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class StateKind:
-    """What a state of a parameter is like. per: 'element', 'parameter' (a tensor of one value),
+    """The kind of a parameter's state. per: 'element', 'parameter' (a tensor of one value),
     'value' (no tensor) or 'other'."""
 
     per: str
@@ -111,7 +111,7 @@ def has_all_at_once(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def kinds_of_states(optimizer: torch.optim.Optimizer, numel: int = 7) -> list[dict[str, StateKind]]:
-    """What the optimizer keeps of a parameter, by group; empty where its class cannot be tried."""
+    """Try what states a parameter has, by group and key; empty where the class cannot be tried."""
     sizes = [[torch.ones(numel, device=_device_of(group))] for group in optimizer.param_groups]
     try:
         tried = _Tried(optimizer, sizes)
@@ -211,7 +211,7 @@ class _Tried:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Without the hooks of anybody."""
+        """Take a step, without the hooks of anybody."""
         for params, some in zip(self.params, grads, strict=True):
             for param, grad in zip(params, some, strict=True):
                 param.grad = grad.clone()
@@ -222,7 +222,7 @@ class _Tried:
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.optimizer)
 
     def kinds(self) -> Iterator[dict[str, StateKind]]:
-        """By group, of all that its parameters keep."""
+        """Yield, by group, the kinds of all states that its parameters keep."""
         for params in self.params:
             kinds: dict[str, StateKind] = {}
             for param in params:
@@ -231,7 +231,7 @@ class _Tried:
             yield kinds
 
     def difference(self, parts: "Sequence[_Tried]") -> str | None:
-        """What the optimizers of the parts have made otherwise than this one of whole matrices."""
+        """Name what the optimizers of the parts have made otherwise than this one of whole ones."""
         for index, (group, params) in enumerate(
             zip(self.optimizer.param_groups, self.params, strict=True)
         ):
@@ -279,7 +279,7 @@ def _are_states_close(
 
 
 def _is_number_close(value: Any, other: Any) -> bool:
-    """Of numbers and 0-dim tensors. Anything else is taken as it is."""
+    """Whether two numbers or 0-dim tensors are close. Anything else is taken as it is."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.shape == other.shape and _are_close(value, other)
     if isinstance(value, (int, float)) and isinstance(other, (int, float)):

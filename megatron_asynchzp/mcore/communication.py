@@ -79,7 +79,7 @@ class Communication:
 
     @classmethod
     def open_runtimes(cls) -> "list[HZPRuntime]":
-        """Of all models of this process."""
+        """Return the runtimes of all models of this process."""
         return [runtime for one in cls._open for runtime in one.runtimes]
 
     def begin_step(self, step: int) -> None:
@@ -104,11 +104,11 @@ class Communication:
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_report(self) -> CommReport:
-        """What the steps since the last call cost. Called when a step is over."""
+        """Return what the steps since the last call cost. Called when a step is over."""
         return self._reports.take()
 
     def nbytes_in_flight(self) -> int:
-        """Of the memory for parameters and gradients in flight, which is allocated once."""
+        """Count the memory for parameters and gradients in flight, which is allocated once."""
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
     def take_free_memory(self) -> None:
@@ -118,8 +118,8 @@ class Communication:
             self.budgets.params.take_free_memory(self.driver.device.left_nbytes() or 0)
 
     def kept(self) -> dict[str, tuple[int, int]]:
-        """What the last step saved by keeping it in memory: "gathers", "reductions", each with how
-        many and the most bytes that were kept for it. Only what has a budget."""
+        """Count what the last step saved by keeping it in memory: "gathers", "reductions", each
+        with how many and the most bytes that were kept for it. Only what has a budget."""
         params = None if self.budgets.params is None else self.budgets.params.residency
         return {
             what: (residency.num_found, residency.planned_nbytes)
@@ -128,8 +128,8 @@ class Communication:
         }
 
     def grad_records(self, pipeline: dist.ProcessGroup) -> list[list[str]]:
-        """What decides which gradients the next step keeps, for a checkpoint: of each stage of
-        `pipeline`, see KeepBudgets.grad_record. Collective where there is a budget."""
+        """Gather, for a checkpoint, what decides which gradients the next step keeps: of each stage
+        of `pipeline`, see KeepBudgets.grad_record. Collective where there is a budget."""
         mine = self.budgets.grad_record()
         if self.budgets.grads is None:
             return []

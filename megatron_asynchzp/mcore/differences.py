@@ -21,7 +21,7 @@ GRAD_NORM_GROUPS: tuple[str, ...] = getattr(_optimizer, "SEPARATE_GRAD_NORM_GROU
 
 
 def copy_optimizer_param_metadata(to: torch.Tensor, source: torch.Tensor) -> None:
-    """What Megatron's optimizers read of a parameter."""
+    """Copy the attributes of a parameter that Megatron's optimizers read."""
     stock = getattr(_optimizer, "copy_optimizer_param_metadata", None)
     if stock is not None:
         stock(to, source)

@@ -20,7 +20,7 @@ def build_early_update(
     params_of: dict[HZPUnit, list[torch.nn.Parameter]],
     inverse_scale: Callable[[], torch.Tensor | None],
 ) -> EarlyUpdate | None:
-    """What --asynchzp-early-update asks for, None for nothing.
+    """Build what --asynchzp-early-update asks for, None for nothing.
 
     optimizers, inverse_scale: of the run; params_of: of each trained unit, as in EarlyUpdate.
 

@@ -94,7 +94,7 @@ class ShardedMuon(TensorParallelMuon):
         return exchange
 
     def _direction(self, matrix: Matrix, group_of: _Groups) -> torch.Tensor:
-        """What is to be orthogonalised, as far as this rank has it: the momentum, or Nesterov's."""
+        """Return this rank's part of what is to be orthogonalised: the momentum, or Nesterov's."""
         fragment: Any = self._fragment_of.get(matrix)
         if fragment is None:
             return torch.empty(0, device=matrix.unit.device)

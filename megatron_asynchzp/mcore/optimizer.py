@@ -107,7 +107,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._use_fused_steps()
 
     def _moments_of(self, unit: HZPUnit) -> list[torch.Tensor]:
-        """What the optimizer keeps of a unit's elements, in the same order on all their ranks."""
+        """List the states of a unit's elements, in the same order on all their ranks."""
         found: list[torch.Tensor] = []
         for fragment in self._parameters.by_unit[unit]:
             for optimizer in self._optimizers:
@@ -148,7 +148,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         )
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """What megatron-core 0.18 asks for in place of the method above."""
+        """Return the counted gradients, for megatron-core 0.18 in place of the method above."""
         counted = self._parameters.counted(self.get_parameters())
         groups = self.tp_group, self.expert_tp_group
         params = [param for param in counted if is_counted_once(param, *groups)]
@@ -266,9 +266,9 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         return self._checkpoint.sharded_state_dict(is_loading, metadata, records)
 
     def _init_state(self) -> None:
-        """What a first step would find, where there was none: to be read into, or to be written
-        where fp16 has skipped all steps so far. (Megatron makes no momentum for SGD and no count
-        of steps for torch's Adam.)"""
+        """Make what a first step would find, where there was none: to be read into, or to be
+        written where fp16 has skipped all steps so far. (Megatron makes no momentum for SGD and no
+        count of steps for torch's Adam.)"""
         on_host = nullcontext() if self._host_states is None else self._host_states.making_states()
         with on_host:
             if self.init_state_fn is not None:

@@ -100,8 +100,8 @@ def run_args(flag: str = "use_asynchzp") -> Namespace | None:
 
 
 def found_version() -> str:
-    """Of megatron-core. Raises ConfigurationError where it is missing, or older than any version
-    that was tested."""
+    """Return megatron-core's version. Raises ConfigurationError where it is missing, or older than
+    any version that was tested."""
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:

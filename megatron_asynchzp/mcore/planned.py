@@ -65,7 +65,7 @@ _NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
-    """What the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
+    """Return the plan that the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
 
     args: validated.
     setting: theirs, where it is known.
@@ -104,7 +104,7 @@ def costing_of(args: Namespace, setting: Setting | None = None) -> Costing:
 
 
 def shard_sizes(args: Namespace) -> ShardSizes:
-    """Of the dense group, as prepare_args resolved them."""
+    """Return the shard sizes of the dense group, as prepare_args resolved them."""
     given = [getattr(args, f"asynchzp_{state}_shard_size") for state in STATES]
     param, grad, optim = (1 if size in (None, AUTO) else size for size in given)
     known = ShardSizes(param, grad, optim)
@@ -112,7 +112,7 @@ def shard_sizes(args: Namespace) -> ShardSizes:
 
 
 def moments_nbytes(args: Namespace) -> MomentBytes:
-    """Of the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
+    """Size the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
     if args.optimizer == "sgd":
         return MomentBytes(FP32_NBYTES if args.sgd_momentum else 0)
     dtypes: Sequence[Any] | None = getattr(args, "asynchzp_moment_dtypes", None)
@@ -185,7 +185,7 @@ def space_of(
 
 
 def find(space: Space, *progress: Any) -> Outcome:
-    """What the planner finds. Raises ConfigurationError, one line, where no plan can run."""
+    """Search for plans. Raises ConfigurationError, one line, where no plan can run."""
     with naming_the_flag():
         outcome = search(space, *progress)
     if outcome.num_plans == 0:

@@ -35,7 +35,7 @@ class MomentDtypes(NamedTuple):
 
 
 def moments_of(args: Namespace) -> MomentDtypes:
-    """Of validated arguments: those of --use-asynchzp, or of stock Megatron."""
+    """Return the moments' dtypes by validated arguments: of --use-asynchzp, or stock Megatron."""
     words = getattr(args, "asynchzp_moment_dtypes", None)
     if words is None:
         return MomentDtypes(args.exp_avg_dtype, args.exp_avg_sq_dtype)

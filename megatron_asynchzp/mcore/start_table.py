@@ -102,7 +102,7 @@ def _states_table(
 def _beside_states(
     chunks: Sequence[AsyncHZPDataParallel], whole_nbytes: int | None, moments: MomentBytes
 ) -> list[tuple[str, float, int | None]]:
-    """What is held beside the states: its name, bytes by formula and as allocated."""
+    """List what is held beside the states: its name, bytes by formula and as allocated."""
     formula: Counter[str] = Counter()
     allocated: Counter[str] = Counter()
     for chunk in chunks:

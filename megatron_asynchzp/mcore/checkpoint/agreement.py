@@ -31,8 +31,8 @@ from megatron_asynchzp.mcore.checkpoint.save_ranks import is_saved_shared
 
 
 class Agreed(list):
-    """What Megatron is given in place of the descriptions of all ranks, which are whole together:
-    those of this rank alone."""
+    """Descriptions of this rank alone, which Megatron is given in place of those of all ranks:
+    these are whole together."""
 
 
 def needs_all(args: Namespace) -> bool:

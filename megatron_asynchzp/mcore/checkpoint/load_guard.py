@@ -286,7 +286,7 @@ def _load_choice(
 
 
 def chosen_metadata(tracker: str) -> tuple[int, bool] | None:
-    """What Megatron is to read from this tracker file; None where no choice was made for it."""
+    """Return what Megatron is to read from this tracker file; None where no choice was made."""
     choice = _CHOICE.get()
     if choice is None or Path(tracker).parent != choice.folder.parent:
         return None

@@ -39,8 +39,8 @@ class Difference(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Of a checkpoint: the arguments of the run that saved it (None: none), its tensors, and the
-    names of everything in it."""
+    """Facts of a checkpoint: the arguments of the run that saved it (None: none), its tensors, and
+    the names of everything in it."""
 
     saved: Any
     shapes: Shapes
@@ -48,15 +48,15 @@ class Facts(NamedTuple):
 
 
 def read_facts(iteration_dir: str, peers: Peers) -> Facts:
-    """The same on all ranks; the first one reads. Collective."""
+    """Read the facts, the same on all ranks; the first one reads. Collective."""
     return on_first(peers, lambda: _read_facts(iteration_dir))
 
 
 def compare(
     args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
 ) -> str | None:
-    """What keeps a checkpoint with these arguments (None: none) and tensors from being loaded, for
-    the user; the same on all ranks. None where it fits. Collective.
+    """Say what keeps a checkpoint with these arguments (None: none) and tensors from being loaded,
+    for the user; the same on all ranks. None where it fits. Collective.
 
     wanted: what this rank is about to load. The vocabulary is an argument of ours: Megatron pads
     and cuts embeddings without a word.
@@ -120,7 +120,7 @@ def _explain(difference: Difference, args: Namespace, saved: Any, shapes: Shapes
 
 
 def _explain_state(kind: str, what: str, args: Namespace, saved: Any, shapes: Shapes) -> str:
-    """Of a tensor of the optimizer, of whose parameter the checkpoint has the values."""
+    """Explain an unlike tensor of the optimizer, whose parameter's values the checkpoint has."""
     if not any(key.startswith(_OPTIMIZER) for key in shapes):
         return NO_OPTIMIZER
     names = ("bf16", "fp16") if kind in _MAIN_PARAM else ("optimizer", "sgd_momentum")

@@ -127,7 +127,7 @@ class OptimizerCheckpoint:
             yield from chunk_of[unit].shards_of(unit, held, f"optimizer.state.{name}.")
 
     def _held(self, main_param: str) -> dict[HZPUnit, dict[str, list[Held]]]:
-        """What this rank has of each trained unit, by state; equally ordered on its replicas."""
+        """Return this rank's part of each trained unit, by state; equally ordered on replicas."""
         states: dict[HZPUnit, dict[str, list[Held]]] = {
             unit: {} for chunk in self.chunks for unit in chunk.units if unit.is_trained
         }
@@ -205,7 +205,7 @@ class OptimizerCheckpoint:
 
     @staticmethod
     def grad_records_in(state_dict: Mapping) -> Sequence[Sequence[str]]:
-        """Those that were read; none without a budget, or of stock Megatron."""
+        """Return the records that were read; none without a budget, or of stock Megatron."""
         return _forms(state_dict)[0].get(_RECORDS_KEY, ())
 
     def _load_groups(self, saved: Sequence[dict]) -> None:
@@ -330,7 +330,7 @@ def _value(group: Mapping, key: str) -> Any:
 
 
 def _identity(group: Mapping) -> tuple:
-    """What makes two parameter groups the same one for Megatron."""
+    """Return the settings that make two parameter groups the same one for Megatron."""
     return tuple(_value(group, key) for key in _IDENTITY)
 
 

@@ -59,6 +59,6 @@ def bytes_in(directory: Path | str) -> int:
 
 
 def bytes_read() -> int:
-    """What this process has read from files, where the system counts it."""
+    """Return the bytes that this process has read from files, where the system counts them."""
     words = _PROCESS_IO.read_text().split()
     return int(words[words.index("rchar:") + 1])

@@ -106,7 +106,7 @@ def joined_along(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 class Held(NamedTuple):
-    """What a rank has of one state of a unit: the values (1-D) of parameter `index`, which are the
+    """A rank's part of one state of a unit: the values (1-D) of parameter `index`, which are the
     elements `part` of the unit's flat layout. replica: 0 on the one rank that writes them."""
 
     index: int
@@ -140,7 +140,7 @@ class _Run:
 
 
 def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, str, Held]]:
-    """What this rank writes of `states`, of all units and the same units on all their ranks.
+    """Yield what this rank writes. states: of all units, and the same units on all their ranks.
     Collective over the ranks that share optimizer states, where a shared checkpoint is saved;
     elsewhere what it holds itself."""
     args = _ARGS.get()
@@ -184,7 +184,7 @@ def _joined(
 
 
 def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> Iterator[_Run]:
-    """What this rank holds, as runs, in an order in which neighbours go to different ranks. A rank
+    """Yield this rank's part as runs, in an order in which neighbours go to different ranks. A rank
     that holds none of a parameter has no states of it: it hears of them from the others."""
     units = list(states)
     kinds: dict[tuple[str, int], tuple[torch.dtype, set[int]]] = {}

@@ -141,7 +141,7 @@ def _contiguous_pieces(
 
 
 class ChunkCheckpoint:
-    """What one model chunk writes to a checkpoint and reads from one.
+    """The part of a checkpoint that one model chunk writes and reads.
 
     Replaces the chunk's own `sharded_state_dict`, because Megatron asks the unwrapped model, whose
     parameters are placeholders. snapshots: hand out copies, for writers that work while training
@@ -223,7 +223,7 @@ class ChunkCheckpoint:
 
     @property
     def units(self) -> Sequence[HZPUnit]:
-        """All of the chunk."""
+        """Return all units of the chunk."""
         return self._runtime.units
 
     def shards_of(self, unit: HZPUnit, held: Held, prefix: str = "") -> Iterator[ShardedTensor]:

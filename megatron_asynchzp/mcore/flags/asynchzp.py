@@ -359,7 +359,7 @@ def _kept_nbytes(what: str, gib: float | str) -> int:
 
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:
-    """What --asynchzp-trace asks of this rank; raises as refuse_trace_path."""
+    """Return the trace that --asynchzp-trace asks of this rank; raises as refuse_trace_path."""
     if args.asynchzp_trace is None or (stage := _stage_led(args)) is None:
         return None
     refuse_trace_path(args)

@@ -125,7 +125,7 @@ def check_numbers_of_nodes(argv: Sequence[str], nodes: range, ranks_per_node: in
 
 
 def _batch_for_all(args: Namespace, worlds: Sequence[int]) -> str:
-    """What would do, where it is the batch that one of these worlds cannot have."""
+    """Advise a batch for all of `worlds`, where it is the batch that one of them cannot have."""
     model_size = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -177,7 +177,7 @@ def command_line_parser() -> ArgumentParser:
 
 
 def parse_words(argv: Sequence[str]) -> Namespace:
-    """What the checks read. Raises ConfigurationError for a value that is none."""
+    """Parse what the checks read. Raises ConfigurationError for a value that is none."""
     try:
         return command_line_parser().parse_known_args(argv)[0]
     except ArgumentError as error:

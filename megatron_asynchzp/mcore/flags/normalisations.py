@@ -70,7 +70,7 @@ class Normalisation(NamedTuple):
     told: Callable[[Namespace], str] | None = None
 
     def line(self, args: Namespace) -> str:
-        """What the log says of it."""
+        """Return the line of the log about it."""
         why = self.reason if self.told is None else self.told(args)
         return f"{self.name} = {self.value}: {why} ({self.flag})"
 

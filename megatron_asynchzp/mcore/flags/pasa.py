@@ -20,7 +20,7 @@ VENDOR_CHOICES = ("auto", "npu-fusion", "flash-attn", "te", "cudnn", "sdpa")
 
 @dataclass(frozen=True)
 class PasaOptions:
-    """What the flags ask of one run's attention.
+    """Options of one run's attention, as the flags ask for them.
 
     uses_causal_mask: honour a mask that was given for causal attention (--reset-attention-mask);
     otherwise it is the causal triangle, which need not be read.
@@ -87,7 +87,7 @@ def _capture_words(word: str) -> str:
 
 
 def capture_request(args: Namespace) -> CaptureRequest:
-    """What --asynchzp-capture-attention asks for, where it was given."""
+    """Return the capture that --asynchzp-capture-attention asks for, where it was given."""
     step, _, name = args.asynchzp_capture_attention.partition(":")
     return CaptureRequest(int(step), Path(name))
 

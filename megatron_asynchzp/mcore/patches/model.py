@@ -236,7 +236,7 @@ def _named_failure(impl: str) -> Iterator[None]:
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """What is drawn inside, to warm up, is drawn again."""
+    """Let what is drawn inside, to warm up, be drawn again."""
     import torch
     from megatron.core.tensor_parallel.random import get_all_rng_states
 

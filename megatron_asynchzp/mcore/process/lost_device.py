@@ -29,7 +29,7 @@ def refuse_lost_device(environ: Mapping[str, str], files: Path = Path("/dev")) -
 
 
 def sign_of_device(environ: Mapping[str, str], files: Path) -> str | None:
-    """What shows that this process is meant to have an accelerator; None where nothing does, or
+    """Find what shows that this process should have an accelerator; None where nothing does, or
     where it is hidden from the process on purpose."""
     chosen = {name: environ[name].strip() for name in _CHOICES if name in environ}
     if any(devices in _NONE_CHOSEN for devices in chosen.values()):
