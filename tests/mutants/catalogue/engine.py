@@ -203,4 +203,15 @@ MUTANTS = [
             "test_losses_norms_weights_and_states_are_those_without_it[sizes0-dtype0-groups-schedule0]"
         ),
     ),
+    Mutant(
+        "weights-set-between-steps-go-unseen",
+        "weights that are set between two steps are refused where parameters do not notice it",
+        "zero/unit.py",
+        "            if param.numel() and param.data_ptr() != place:",
+        "            if param.numel() and param.data_ptr() < 0:",
+        (
+            "tests/mcore/test_data_parallel.py::"
+            "test_weights_that_are_set_between_two_steps_are_refused_by_name_and_not_lost"
+        ),
+    ),
 ]
