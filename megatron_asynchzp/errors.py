@@ -62,7 +62,7 @@ def _is_there(package: str) -> bool:
 
 
 def no_file_at(path: Path) -> str:
-    """Why `path` cannot become a file, and the remedy; "" where it can."""
+    """Say why `path` cannot become a file, and the remedy; "" where it can."""
     if path.is_dir():
         return "that is a folder; name a file in it"
     if not path.parent.exists():
@@ -85,7 +85,7 @@ def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """In words that stay short for thousands: "rank 3", "ranks 1, 4 to 7", "ranks 0, 8, ..., 504".
+    """Name ranks, short for thousands too: "rank 3", "ranks 1, 4 to 7", "ranks 0, 8, ..., 504".
 
     ranks: sorted, each once. Without a rule in them the first are named, and how many more.
     """

@@ -134,7 +134,7 @@ def _most_ranks(known: Namespace, arguments: list[str]) -> int:
 
 
 def _torchrun_options(options: list[str]) -> Namespace:
-    """Those that are read here, as words."""
+    """Parse the options that are read here, as words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")

@@ -45,7 +45,7 @@ class Vendor(Protocol):
     name: str
 
     def reason_against(self, call: AttentionCall) -> str | None:
-        """Why it cannot compute `call`; None if it can."""
+        """Return why it cannot compute `call`; None if it can."""
         ...
 
     def run(self, call: AttentionCall) -> torch.Tensor:

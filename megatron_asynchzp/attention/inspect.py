@@ -27,7 +27,7 @@ FILE is what a run with --asynchzp-capture-attention STEP:FILE wrote, or what to
 
 
 def main(argv: list[str]) -> int:
-    """0: no head needs it; 1: some do; 2: the file cannot be read."""
+    """Return the exit status: 0: no head needs it; 1: some do; 2: the file cannot be read."""
     parser = argparse.ArgumentParser(
         prog="asynchzp inspect", description="Does this model need PASA attention? " + USAGE_FILE
     )

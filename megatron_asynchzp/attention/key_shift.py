@@ -20,7 +20,7 @@ SNAP_RATIO = 0.25
 
 
 class SnapRule(Enum):
-    """Which channels of a block are shifted, and onto what grid the shift is put.
+    """Rule for the channels of a block that are shifted, and for the grid of the shift.
 
     k - c is rounded to the dtype of k. With c on the grid of the block's largest key it is exact
     for keys near c; keys near zero may need more bits than there are.

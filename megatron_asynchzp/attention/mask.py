@@ -61,7 +61,7 @@ def _starts_and_lengths(cu_seqlens, lengths) -> tuple[torch.Tensor, torch.Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which of `num_keys` keys each of `num_queries` queries attends.
+    """Mask: which of `num_keys` keys each of `num_queries` queries attends.
 
     is_causal: query i of a sequence with S queries and T keys attends keys up to i + T - S (the
         last query sees the last key).

@@ -243,7 +243,7 @@ def fused_forward(
 
 
 def range_stride(ranges: KeyRanges) -> int:
-    """From the ranges of one batch element to the next: none where all share them."""
+    """Return the stride from one batch element's ranges to the next: 0 where all share them."""
     return 0 if ranges.start_BS.shape[0] == 1 else ranges.start_BS.stride(0)
 
 

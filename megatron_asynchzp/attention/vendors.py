@@ -102,7 +102,7 @@ class Sdpa:
 
 
 class Cudnn(Sdpa):
-    """The same, by cuDNN's kernels where they can, by torch's choice elsewhere."""
+    """Sdpa by cuDNN's kernels where they can, by torch's choice elsewhere."""
 
     name = "cudnn"
 

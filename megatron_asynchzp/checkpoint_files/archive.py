@@ -45,7 +45,7 @@ class Record(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """Where an archive lies in its file, and the bytes of its directory and its end."""
+    """Place of an archive in its file, and the bytes of its directory and its end."""
 
     start: int
     nbytes: int

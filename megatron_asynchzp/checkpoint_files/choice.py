@@ -40,12 +40,12 @@ class Choice(NamedTuple):
 
     @property
     def iteration(self) -> int:
-        """0 for a release, as in Megatron."""
+        """Iteration number; 0 for a release, as in Megatron."""
         return max(0, _number(self.folder.name))
 
     @property
     def saved_at(self) -> float:
-        """When it became complete, in seconds since 1970; 0 where that is not recorded."""
+        """Time at which it became complete, in seconds since 1970; 0 where that is not recorded."""
         return _saved_at(self.folder)
 
 
@@ -114,7 +114,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _saved_at(folder: Path) -> float:
-    """When the checkpoint became complete, in seconds since 1970; 0 where that is not recorded."""
+    """Return when the checkpoint became complete, in seconds since 1970; 0 where not recorded."""
     try:
         if (manifest := read_manifest(folder)) is not None:
             return manifest.saved_at

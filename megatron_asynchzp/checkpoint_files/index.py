@@ -70,7 +70,7 @@ _READ: ContextVar[dict[str, Metadata] | None] = ContextVar("asynchzp_read_indice
 
 @contextmanager
 def index_read_once() -> Iterator[None]:
-    """Within, a process reads the index of a folder once, however often it is asked for."""
+    """Read the index of a folder once within, however often the process asks for it."""
     token = _READ.set({} if _READ.get() is None else _READ.get())
     try:
         yield

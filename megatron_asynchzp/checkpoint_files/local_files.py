@@ -29,8 +29,8 @@ class LocalFile(NamedTuple):
 
 
 class NodeFolder(NamedTuple):
-    """Where a rank keeps local checkpoints: its number, those of the first rank on its node and of
-    how many ranks there are on one."""
+    """Folder of a rank's local checkpoints. rank: its number; first: that of the first rank on its
+    node; on_node: how many ranks there are on one."""
 
     folder: Path
     rank: int

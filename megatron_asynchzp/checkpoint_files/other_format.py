@@ -13,7 +13,7 @@ OTHER_FORMAT = (
 
 
 def is_of_format_torch(iteration_dir: Path) -> bool:
-    """That format has one folder for each model-parallel rank, and nothing else."""
+    """Return whether there is a folder for a model-parallel rank: that format has nothing else."""
     return any(iteration_dir.glob("mp_rank_*"))
 
 

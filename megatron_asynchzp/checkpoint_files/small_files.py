@@ -17,7 +17,7 @@ def size_of(path: Path) -> int:
 
 
 def read_small(path: Path) -> bytes:
-    """All bytes of a file. Raises Damage as `size_of` does, and OSError."""
+    """Return all bytes of a file. Raises Damage as `size_of` does, and OSError."""
     size_of(path)
     return path.read_bytes()
 

@@ -118,7 +118,7 @@ def _sealed_files(iteration_dir: Path, manifest: Manifest) -> list[DataFile]:
 
 
 def _with_arguments(iteration_dir: Path, files: list[DataFile]) -> list[DataFile]:
-    """Those of `files` that hold Megatron's arguments, by an index that is intact."""
+    """Return those of `files` that hold Megatron's arguments, by an index that is intact."""
     places = IndexReader(iteration_dir).read_metadata().storage_data
     place = places.get(MetadataIndex(COMMON_OBJECT))
     return [file for file in files if place is not None and file.name == place.relative_path]

@@ -87,7 +87,7 @@ def group_kinds(args: Namespace, ranks: RankGroups, sizes: ShardSizes | None) ->
 
 
 def _shard_kinds(prefix: str, group: GroupKind, sizes: ShardSizes) -> list[GroupKind]:
-    """Which ranks of a sharding group hold one copy of each state together, rank 0 among them."""
+    """Return the groups of ranks that hold one copy of each state together, rank 0 among them."""
     return [
         GroupKind(
             f"{prefix}{state} shards",

@@ -175,7 +175,7 @@ def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
 
 
 def _amount(nbytes: float) -> str:
-    """In GiB, or where that shows nothing in MiB."""
+    """Format bytes in GiB, or where that shows nothing in MiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.3g} MiB"
 
 

@@ -48,7 +48,7 @@ def spans_of(best: Candidate) -> tuple[Interval, ...]:
 
 
 def write_trace(best: Candidate, file: Path) -> None:
-    """As --asynchzp-trace writes one, for Perfetto. Raises ConfigurationError."""
+    """Write a trace as --asynchzp-trace does, for Perfetto. Raises ConfigurationError."""
     spans = map(timeline.Span._make, spans_of(best))
     try:
         file.write_text(json.dumps(timeline.chrome_trace(spans, rank=0)))

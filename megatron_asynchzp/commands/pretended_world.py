@@ -119,7 +119,7 @@ def megatron_flags() -> dict[str, argparse.Action]:
 
 
 def _nearest(line: str) -> str:
-    """Which flag of Megatron's was probably meant by the first that no parser knows."""
+    """Name Megatron's flag that was probably meant by the first that no parser knows."""
     unknown = re.search(r"unrecognized arguments: .*?(--[\w-]+)", line)
     near = get_close_matches(unknown[1], megatron_flags(), 1, 0.8) if unknown else []
     return f"; the nearest to {unknown[1]} is {near[0]}" if unknown and near else ""
@@ -127,7 +127,7 @@ def _nearest(line: str) -> str:
 
 @contextlib.contextmanager
 def _without(package: str) -> Iterator[None]:
-    """To Megatron `package` is not installed, unless something has imported it."""
+    """Hide `package` from Megatron, unless something has imported it."""
     is_hidden = sys.modules.setdefault(package, cast(ModuleType, None)) is None
     try:
         yield
@@ -137,7 +137,7 @@ def _without(package: str) -> Iterator[None]:
 
 
 def _as_it_is(function: Callable | None = None, **_: object) -> Callable:
-    """In place of torch.compile: nothing is computed here, and half of what Megatron imports is a
+    """Stand in for torch.compile: nothing is computed here, and half of what Megatron imports is a
     compiler for its fused functions."""
     return function or (lambda inner: inner)
 
@@ -177,8 +177,8 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
 def parse_script(
     script: Path, flags: list[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
-    """As `parse`, with the flags and defaults that `script` adds: it runs until Megatron has
-    validated its arguments. flags: --asynchzp-dry-run is among them."""
+    """Parse like `parse`, with the flags and defaults that `script` adds: it runs until Megatron
+    has validated its arguments. flags: --asynchzp-dry-run is among them."""
 
     def validated() -> Namespace:
         try:
@@ -193,7 +193,7 @@ def parse_script(
 def parse_command(
     command: Sequence[str], world_size: int, ranks_per_node: int, needs_script: bool = True
 ) -> tuple[Namespace, list[str]]:
-    """As `parse_script` for a script that is here, else as `parse`: pretrain_gpt.py adds no flag of
+    """Parse by `parse_script` if a script is here, else by `parse`: pretrain_gpt.py adds no flag of
     its own. Data need not be here. command: script and flags. needs_script: whether another script
     than that has to be here."""
     script, flags = Path(command[0]), list(command[1:])
@@ -252,7 +252,7 @@ class _Group:
 
 @contextlib.contextmanager
 def groups_of(ranks: int) -> Iterator[None]:
-    """Inside, Megatron works out the groups of so many ranks and makes none of them."""
+    """Let Megatron work out the groups of so many ranks, inside, and make none of them."""
     from megatron.core import parallel_state
 
     with (
@@ -298,7 +298,7 @@ def build_as_megatron(args: Namespace) -> None:
 
 
 def _set_padded_vocabulary(args: Namespace) -> None:
-    """As the run will: from the tokenizer."""
+    """Set the padded vocabulary as the run will: from the tokenizer."""
     if args.padded_vocab_size is not None:
         return
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer

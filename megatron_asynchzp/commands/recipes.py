@@ -79,7 +79,7 @@ class Flags:
             yield action.dest if action else "", list(words[start:position])
 
     def known(self, words: Sequence[str]) -> list[str]:
-        """Those that are Megatron's flags, and their values."""
+        """Return the words that are Megatron's flags, and their values."""
         return [word for name, part in self._split(words) if name for word in part]
 
     def read(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -119,7 +119,7 @@ class Flags:
         return words, unknown
 
     def _named(self, name: str) -> list[argparse.Action]:
-        """By the name of an argument, or of a flag."""
+        """Return the parser's actions by the name of an argument, or of a flag."""
         own = [one for one in self._actions.values() if one.dest == name.replace("-", "_")]
         flag = self._actions.get("--" + name.removeprefix("--").replace("_", "-"))
         return own or ([flag] if flag else [])
@@ -150,7 +150,7 @@ _SWITCHES |= {"false": False, "0": False, "no": False, "off": False}
 
 
 def _values(value: object) -> list[str]:
-    """As the runner of Megatron's functional tests makes them: [a b] is two, (a b) one."""
+    """Return words as the runner of Megatron's functional tests does: [a b] is two, (a b) one."""
     if isinstance(value, list):
         return [*map(str, value)]
     text = str(value)
@@ -178,7 +178,7 @@ def words_of_yaml(path: Path, flags: Flags) -> tuple[list[str], list[str]]:
 
 
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
-    """Without its values too."""
+    """Return the words without the flag and its values."""
     kept: list[str] = []
     is_dropped = False
     for word in words:
@@ -232,7 +232,7 @@ def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]
 
 
 def _of_shell(text: str, name: str, flags: Flags) -> Command:
-    """All commands of the script that gets most of Megatron's flags as one, with those that name no
+    """Join all commands of the script that gets most of Megatron's flags, with those that name no
     script."""
     shell = ShellScript(text, name)
     found = [_at_script(words) for words in shell.commands]

@@ -16,7 +16,7 @@ _SHARES = (0.0, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Saving:
-    """keep_params_nbytes, keep_grads_nbytes: two budgets.
+    """Gathers and reductions under two budgets: keep_params_nbytes, keep_grads_nbytes.
     gathers, reductions: that a rank asks for in a step with both.
     """
 
@@ -27,8 +27,8 @@ class Saving:
 
 
 def savings(costing: Costing) -> list[Saving]:
-    """On a rank of the first stage, which asks for most: for no budget, those of the plan if there
-    are any, and parts of a rank's parameters up to all.
+    """Return savings on a rank of the first stage, which asks for most: for no budget, those of the
+    plan if there are any, and parts of a rank's parameters up to all.
 
     Empty where a step has one micro-batch, or an order of micro-batches that the planner does not
     know.

@@ -50,7 +50,7 @@ def open_variables(words: list[str]) -> list[str]:
 
 
 def with_numbers(words: list[str]) -> list[str]:
-    """1 in place of what is open."""
+    """Put 1 in place of what is open."""
     return [_OPEN.sub("1", word) for word in words]
 
 
@@ -120,7 +120,7 @@ class ShellScript:
         self._known[name] = value
 
     def _words(self, raw: str) -> list[str]:
-        """After expansion and splitting. Within, \\1 stands between words, \\2 for quotes."""
+        """Expand and split into words. Within, \\1 stands between words, \\2 for quotes."""
         return [word.replace("\2", "") for word in self._text(raw).split("\1") if word]
 
     def _text(self, raw: str) -> str:

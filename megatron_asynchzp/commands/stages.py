@@ -138,8 +138,8 @@ def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, fl
 def held_nbytes(
     costing: Costing, index: int, grad: int | None = None, main: int = FP32_NBYTES
 ) -> dict[str, float]:
-    """At rest on a rank of pipeline stage `index`, by state. grad, main: bytes of an element of
-    gradients, None for the plan's, and of main parameters."""
+    """Return a rank's bytes at rest in pipeline stage `index`, by state. grad, main: bytes of an
+    element of gradients, None for the plan's, and of main parameters."""
     if grad is not None:
         costing = replace(costing, plan=replace(costing.plan, main_grad=grad))
     found = costing.states_by_formula(index)

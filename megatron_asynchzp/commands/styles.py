@@ -45,7 +45,7 @@ def new_figure(height: float, width: float = WIDTH_IN) -> Any:
 
 
 def bare(plot: Any, grid: str | None = None) -> None:
-    """Without the frame's top and right; with lines across from one axis ("x", "y" or "both")."""
+    """Drop the frame's top and right; draw lines across from one axis ("x", "y" or "both")."""
     plot.spines[["top", "right"]].set_visible(False)
     plot.tick_params(labelsize=SMALL)
     if grid is not None:

@@ -51,7 +51,7 @@ def watch_ranks() -> dict[int, Popen]:
 
 
 def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
-    """From now on this process ends, with a line and status 1, where none of its ranks is left and
+    """End this process from now on, with a line and status 1, where none of its ranks is left and
     the store of the c10d rendezvous does not answer: torchrun looks there for further nodes ten
     times a second, and for its own ranks after that.
     """
@@ -83,7 +83,7 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
 
 
 def watch_meeting(ranks: dict[int, Popen], where: str) -> None:
-    """From now on a line goes to stderr now and then, until this node has started a rank."""
+    """Write a line to stderr now and then, from now on, until this node has started a rank."""
 
     def watch() -> None:
         begun = time.monotonic()
@@ -112,7 +112,7 @@ def keeping_store(nodes: int) -> Generator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """0 also where SIGTERM came and every rank of this node ended with 0 then."""
+    """Return 0 also where SIGTERM came and every rank of this node ended with 0 then."""
     ranks = watch_ranks()
     watch_rendezvous(
         lambda: bool(ranks) and all(rank.poll() is not None for rank in list(ranks.values()))

@@ -46,8 +46,8 @@ _IN_ENVIRONMENT = "it has to be in the environment, or Megatron refuses to start
 
 
 class Line(NamedTuple):
-    """Why something does not start. by: the flag that --use-asynchzp refuses; "" for what Megatron
-    refuses."""
+    """Reason why something does not start. by: the flag that --use-asynchzp refuses; "" for what
+    Megatron refuses."""
 
     text: str
     by: str
@@ -125,8 +125,8 @@ def lines_of(refusal: ConfigurationError) -> list[Line]:
 
 
 def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
-    """All refusals: what one flag decides is left out, and the rest asked again. command: as for
-    `ask`, without --use-asynchzp."""
+    """Collect all refusals: what one flag decides is left out, and the rest asked again. command:
+    as for `ask`, without --use-asynchzp."""
     words, refused = [*command, OURS], list[Line]()
     while isinstance(answer := ask(words, ranks, ranks_per_node), ConfigurationError):
         refused += [line for line in lines_of(answer) if line not in refused]
@@ -161,7 +161,7 @@ class Row:
 
 
 def _system_of(given: Namespace) -> Contender:
-    """Whose schedule the user's flags ask for."""
+    """Return the system whose schedule the user's flags ask for."""
     if given.use_torch_fsdp2:
         return FSDP2
     if given.use_megatron_fsdp:

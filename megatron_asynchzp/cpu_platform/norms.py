@@ -31,7 +31,7 @@ class _ZeroCentred(torch.nn.Module):
 def torch_norm(
     cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
 ) -> torch.nn.Module:
-    """For WrappedTorchNorm.__new__: torch's norm of `config.normalization`.
+    """Return torch's norm of `config.normalization`, for WrappedTorchNorm.__new__.
 
     With sequence parallelism its parameters are marked, so that Megatron sums their gradients over
     tensor-parallel ranks. Raises ValueError for another normalization than the two torch has.

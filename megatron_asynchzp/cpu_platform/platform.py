@@ -231,7 +231,7 @@ def _replace_checkpoints(names: Replacements, optimizer: type):
 
 
 def _write_on_cpu(*args: Any) -> None:
-    """For the loop of the process that writes checkpoints beside training: it is a new interpreter,
+    """Run the loop of the process that writes checkpoints beside training: it is a new interpreter,
     without the platform, and asks for its CUDA device."""
     writer = _import("core.dist_checkpointing.strategies.async_utils").PersistentAsyncCaller
     loop = writer.async_loop
@@ -248,6 +248,6 @@ def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:
 
 
 def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """For maybe_move_tensor_to_cpu, which leaves CPU tensors alone: the token dispatcher asks for
-    an array because all_to_all_single takes numbers as split sizes."""
+    """Stand in for maybe_move_tensor_to_cpu, which leaves CPU tensors alone: the token dispatcher
+    asks for an array because all_to_all_single takes numbers as split sizes."""
     return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor

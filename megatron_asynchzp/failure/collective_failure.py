@@ -26,5 +26,5 @@ class CollectiveFailure(RuntimeError):
         return failure
 
     def add(self, words: str) -> None:
-        """To the message."""
+        """Add words to the message."""
         self.args = (f"{self}; {words}",)

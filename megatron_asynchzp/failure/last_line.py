@@ -55,8 +55,8 @@ class LastLine:
 
 
 def end_where_main_stays(failure: Exception, wait: Callable[[float], bool]) -> None:
-    """Where no exception of ours reaches the main thread, as it stays in a collective of the script
-    or waits for a device: print `failure`, and end the process. wait: as in OnFailure; here also
+    """Print `failure` and end the process where no exception of ours reaches the main thread, as it
+    stays in a collective of the script or waits for a device. wait: as in OnFailure; here also
     whether the main thread has raised the failure."""
     before = where_main_thread_stands()
     if before is None:

@@ -27,14 +27,14 @@ def collective_of(error: BaseException) -> str | None:
 
 
 def collective_of_main_thread() -> str | None:
-    """The same of that in which the main thread is now."""
+    """Describe the collective in which the main thread is now, as `collective_of` does."""
     return _named(reversed(_frames_of_main_thread()))
 
 
 def calls_of_main_thread() -> dict[str, int]:
-    """How many collectives this rank has called in the groups in which its main thread may wait
-    for all others: that of the collective in which it is, and, where calls return before they have
-    ended, the default one."""
+    """Count this rank's collectives in each group in which its main thread may wait for all others:
+    that of the collective in which it is, and, where calls return before they have ended, the
+    default one."""
     groups = [dist.group.WORLD] if dist.is_initialized() and dist.get_backend() != "gloo" else []
     for frame in reversed(_frames_of_main_thread()):
         if frame.f_code.co_filename == distributed_c10d.__file__:

@@ -110,7 +110,7 @@ class RollCall:
         is_writing: Callable[[], bool],
         driver: Standstill | None = None,
     ) -> "RollCall | None":
-        """That of the default process group; None where its ranks did not meet at a TCP store.
+        """Make one for the default process group; None where its ranks did not meet at a TCP store.
 
         Raises ConfigurationError where the process that holds the store cannot have so many
         connections."""
@@ -167,8 +167,8 @@ class RollCall:
         return self._is_asked.is_set() or self._has_answered
 
     def await_readers(self) -> None:
-        """Before this process ends, which may be the one that holds the store: let the others read
-        the answers first."""
+        """Let the others read the answers before this process ends, which may be the one that holds
+        the store."""
         if self._rank != 0 or not self._is_over.is_set():
             return
         deadline = time.monotonic() + self._answers_within_s
@@ -332,7 +332,7 @@ class RollCall:
 
 
 def lasts_s(world_size: int) -> float:
-    """From a call on until every rank has heard it and read who answers, at most."""
+    """Return seconds, at most, from a call until every rank has heard it and read who answers."""
     takes_s = ANSWERS_WITHIN_S + world_size / _ANSWERS_PER_S + _STORE_S
     return _looks_every_s(world_size) + OTHERS_FIRST_S + takes_s
 

@@ -28,7 +28,7 @@ Record = Sequence[tuple[int, str]]
 
 
 class Progress(NamedTuple):
-    """How far a rank is, as it tells the others.
+    """Progress of a rank, as it tells the others.
 
     tasks: of all that it submitted; crossing: of what crosses groups of ranks in step.
     calls: by name of a process group in a collective of which the main thread may wait, how many
@@ -43,12 +43,12 @@ class Progress(NamedTuple):
     doing: str
 
     def to_text(self) -> str:
-        """For `of_text`, on another rank."""
+        """Write it for `of_text`, on another rank."""
         return json.dumps(self)
 
     @classmethod
     def of_text(cls, text: str) -> "Progress":
-        """The one that `to_text` was called of."""
+        """Read what `to_text` wrote."""
         return cls(*json.loads(text))
 
 
@@ -65,7 +65,7 @@ class Standstill(Protocol):
 
 
 def why_apart(rank: int, own: Progress, other_rank: int, other: Progress, in_step: bool) -> str:
-    """In words, where this rank and another one would wait for ever; else the empty string."""
+    """Say where this rank and another one would wait for ever; "" where they would not."""
     records = (own.tasks, other.tasks) if in_step else (own.crossing, other.crossing)
     mine, theirs = map(dict[int, str], records)
     different = [

@@ -15,7 +15,7 @@ _MOST_RANGES = 100  # of each kind: what thousands of ranks read has to be short
 
 @dataclass
 class Verdict:
-    """Who does not answer, and where those are that do.
+    """Verdict of a roll call: who does not answer, and where those are that do.
 
     silent: ranks without an answer; num_silent: how many there are, which may be more.
     writing: ranks that wrote a checkpoint when they answered.

@@ -41,7 +41,7 @@ class Watchdog[Item]:
         self._thread: threading.Thread | None = None
 
     def watch(self, lane: str, has_ended: Callable[[], bool], item: Item) -> None:
-        """From now on `item` may take `limit_s` seconds until it has ended."""
+        """Limit `item` to `limit_s` seconds from now on, until it has ended."""
         if lane not in self._lanes:
             self._lanes = {**self._lanes, lane: deque()}  # the thread may be going through it
         self._lanes[lane].append((has_ended, time.monotonic() + self._limit_s, item))

@@ -80,7 +80,7 @@ class MergingReader:
             )
 
     def read(self, key: str, place: tuple[int, ...] = ()) -> Tensor:
-        """As it was saved; with an adapter in fp32, for the caller to round once."""
+        """Read a weight as it was saved; with an adapter in fp32, for the caller to round once."""
         weight = self._read(key, place)
         if key not in self._adapted or self._alpha is None:
             return weight
@@ -99,5 +99,5 @@ def _places(reader: TensorReader) -> dict[str, tuple[TensorReader, str]]:
 
 
 def alpha_of(args: Namespace, given: float | None) -> float | None:
-    """That of the command line, else the one that the run's own arguments keep, if they do."""
+    """Return the command line's alpha, else the one that the run's own arguments keep, if any."""
     return getattr(args, "lora_alpha", None) if given is None else given

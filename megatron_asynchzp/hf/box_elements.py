@@ -50,7 +50,7 @@ class BoxElements(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many elements, for whoever receives them."""
+        """Number of elements, for whoever receives them."""
         return ALL if self.indices is None else self.values.numel()
 
     def tensors(self) -> Iterator[Tensor]:

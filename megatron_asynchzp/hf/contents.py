@@ -32,8 +32,8 @@ class Job(NamedTuple):
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Equal for the tensors of one layer, of what is used before all layers, and of what is
-        used after them; sorts in that order."""
+        """Key that is equal for the tensors of one layer, of what is used before all layers, and of
+        what is used after them; sorts in that order."""
         if self.rule.key.startswith(LAYERS):
             return (1, self.place[0])
         return (0,) if self.rule.key.startswith(_FIRST) else (2,)
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 def jobs_in_order_of_use(shape: ModelShape) -> list[Job]:
-    """All of a model: embeddings, one layer after another, final norm and output layer."""
+    """Return all jobs of a model: embeddings, each layer in turn, final norm and output layer."""
     jobs = [Job(rule, place) for rule in rules_of(shape) for place in rule.places(shape)]
     return sorted(jobs, key=lambda job: job.part)
 

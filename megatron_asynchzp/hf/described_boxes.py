@@ -66,7 +66,7 @@ def elements_of(box: HeldBox, unit: HZPUnit, whole: torch.Tensor) -> torch.Tenso
 
 
 def changed_elements_of(box: HeldBox, unit: HZPUnit, marks: torch.Tensor) -> torch.Tensor:
-    """Which elements of a box are marked, 1-D bool. marks: of the whole unit, see whole_marks."""
+    """Return the marks of a box's elements, 1-D bool. marks: of the whole unit, see whole_marks."""
     part = _part_of(box, unit)
     skipped = part.start % 8
     aligned = Range(part.start - skipped, part.stop)

@@ -14,7 +14,7 @@ from megatron_asynchzp.errors import ConfigurationError
 
 
 class Address(NamedTuple):
-    """Where a box lies on each of its holders: which chunk, which unit of it, which parameter of
+    """Address of a box on each of its holders: which chunk, which unit of it, which parameter of
     that, and the first element. Its elements lie one after another."""
 
     chunk: int

@@ -38,11 +38,11 @@ class TensorRule:
     twin: str | None = None
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
-        """How many tensors the key holds: (), (layers,) or (layers, experts)."""
+        """Return how many tensors the key holds: (), (layers,) or (layers, experts)."""
         return _stack_below(self.key, shape)
 
     def places(self, shape: ModelShape) -> Iterator[tuple[int, ...]]:
-        """Where those tensors lie: (), (layer,) or (layer, expert) of each, in order."""
+        """Return the places of those tensors: (), (layer,) or (layer, expert) of each, in order."""
         return product(*map(range, self.stack(shape)))
 
     def names_of(self, place: tuple[int, ...]) -> tuple[str, ...]:

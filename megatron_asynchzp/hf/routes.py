@@ -9,7 +9,7 @@ Holders = tuple[int, ...]
 
 
 class Routes:
-    """From which holder each receiver takes a tensor.
+    """Routes of tensors: from which holder each receiver takes one.
 
     A receiver that is a holder takes its own. Another takes that of the holder whose place among
     the holders is the receiver's place among its own replicas: where all ranks receive, every
@@ -46,6 +46,6 @@ class Routes:
 
 
 def sharing_block(holders: Sequence[int], rank: int, shard_size: int) -> Sequence[int]:
-    """Those holders that share one copy of a state with `rank`, and gather it together."""
+    """Return the holders that share one copy of a state with `rank`, and gather it together."""
     start = holders.index(rank) // shard_size * shard_size
     return holders[start : start + shard_size]

@@ -128,7 +128,7 @@ class FolderReader:
         return self._infos[name]
 
     def stored_dtype(self, name: str) -> str:
-        """As safetensors names it."""
+        """Return the dtype as safetensors names it."""
         with _opened(self._file_of[name]) as tensors:
             return tensors.get_slice(name).get_dtype()
 

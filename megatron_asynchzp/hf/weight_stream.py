@@ -69,7 +69,7 @@ def stream_weights(
 
 
 def mark_weights(model: Sequence[Any], name: str) -> None:
-    """From now on record which weights change, for stream_changes(model, since=name), as
+    """Record from now on which weights change, for stream_changes(model, since=name), as
     ShardedModel.mark_weights: on every rank, between two steps."""
     for chunk in _chunks(model):
         mark(chunk.runtime, name)
@@ -180,7 +180,7 @@ class WeightStream:
         return self._rank in self._routes.receivers
 
     def dtype_of(self, rule: TensorRule) -> torch.dtype:
-        """In which the tensors of a rule are handed over."""
+        """Return the dtype in which the tensors of a rule are handed over."""
         return self._dtype or self._dtypes[self._keys[rule.key]]
 
     # Not under torch.no_grad(), which would keep what was yielded last while the next is made: what
@@ -226,7 +226,7 @@ class WeightStream:
             del elements  # before the next units are gathered
 
     def _exchanges(self) -> list[list[Job]]:
-        """All jobs in order of use, cut into those whose tensors travel together."""
+        """Return all jobs in order of use, cut into those whose tensors travel together."""
         exchanges: list[list[Job]] = []
         for _, jobs in groupby(jobs_in_order_of_use(self.shape), lambda job: job.part):
             filled = _TOGETHER_NBYTES
@@ -246,8 +246,8 @@ class WeightStream:
     # ---- units
 
     def _boxes_to_gather(self, jobs: Sequence[Job]) -> Iterator[HeldBox]:
-        """Those whose unit this rank gathers, because it or a rank that gathers with it sends them
-        or takes them itself."""
+        """Yield boxes of units that this rank gathers, because it or a rank that gathers with it
+        sends them or takes them itself."""
         for box in self._boxes_of(jobs):
             if self._rank not in box.holders:
                 continue
@@ -320,7 +320,7 @@ class WeightStream:
     def _tell_counts(
         self, elements: Elements, sent: _Boxes, received: _Boxes
     ) -> dict[HeldBox, int]:
-        """How many elements come of each box that this rank receives."""
+        """Tell how many elements come of each box that this rank receives."""
         parcels, coming = [], dict[int, Tensor]()
         for source, receiver, boxes in self._ways(sent, received):
             counts = [elements[box].count if source == self._rank else 0 for box in boxes]

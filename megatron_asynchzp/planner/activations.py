@@ -107,14 +107,14 @@ class Setting:
 
     @property
     def hidden_nbytes(self) -> float:
-        """Hidden states between two layers."""
+        """Bytes of the hidden states between two layers."""
         return self.outside * self.model.hidden * self.model.itemsize
 
 
 def norm_nbytes(width: float, tokens: float, setting: Setting) -> float:
-    """Without its output, which the next projection keeps. torch's RMSNorm computes in fp32 and
-    keeps its input and, for the gradient of its weight, the normalized input in it; LayerNorm keeps
-    its input and two numbers a token."""
+    """Return a norm's bytes without its output, which the next projection keeps. torch's RMSNorm
+    computes in fp32 and keeps its input and, for its weight's gradient, the normalized input in
+    it; LayerNorm keeps its input and two numbers a token."""
     if setting.model.norm_numel == 1 and not setting.kernels.is_fused:
         copies = 2 if setting.model.itemsize != _FP32 else 1
         copies -= setting.model.adapters is not None
@@ -126,7 +126,7 @@ def norm_nbytes(width: float, tokens: float, setting: Setting) -> float:
 
 
 def _rope_nbytes(rotated: float, setting: Setting) -> float:
-    """Sine and cosine, once for queries and once for keys."""
+    """Return the bytes of sine and cosine, once for queries and once for keys."""
     if not setting.kernels.has_rope or setting.kernels.is_fused:
         return 0.0
     return 4 * setting.batch.seq_length * rotated * setting.model.itemsize
@@ -233,7 +233,7 @@ def _mamba_nbytes(part: Mamba, setting: Setting) -> float:
 def _activation_nbytes(
     rows: float, ffn: float, is_gated: bool, is_weighted: bool, setting: Setting
 ):
-    """Between two projections, for `rows` tokens. is_weighted: multiplied by a router's weight.
+    """Return bytes between two projections of `rows` tokens. is_weighted: times a router's weight.
 
     Gated, with LOCAL kernels: both halves, the activation of one, the other (copied), their
     product; without a gate the first projection's output and its activation.

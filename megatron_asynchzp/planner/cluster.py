@@ -56,7 +56,7 @@ class Device:
 
     @property
     def usable_nbytes(self) -> float:
-        """For a model."""
+        """Bytes of memory for a model."""
         return GIB * (self.memory_gib - self.reserved_gib)
 
 
@@ -125,7 +125,7 @@ class Cluster:
 
     @property
     def ranks_per_domain(self) -> int:
-        """Those that the links inside join."""
+        """Ranks that the links inside join."""
         return self.ranks_per_node * self.nodes_per_domain
 
     @cached_property
@@ -156,7 +156,7 @@ class Cluster:
         ]
 
     def with_ranks(self, num_ranks: int) -> "Cluster":
-        """The same nodes, as many as `num_ranks` need; a part of one where they are fewer.
+        """Return the same nodes, as many as `num_ranks` need; a part of one where they are fewer.
 
         Raises ConfigurationError where they do not fill the last node.
         """
@@ -230,14 +230,14 @@ class Ring:
         return self.rings_per_node / link.cards
 
     def node_nbytes(self, nbytes: float) -> float:
-        """That leave a node when all its rings gather or reduce-scatter tensors of `nbytes`: each
-        ring leaves a node once and sends all pieces but one there."""
+        """Return the bytes that leave a node when all its rings gather or reduce-scatter tensors of
+        `nbytes`: each ring leaves a node once and sends all pieces but one there."""
         if not self.crosses_nodes:
             return 0.0
         return self.rings_per_node * nbytes * (self.size - 1) / self.size
 
     def exchanged_node_nbytes(self, nbytes: float) -> float:
-        """That leave a node when every rank sends each of `size` ranks its part of `nbytes`."""
+        """Bytes leaving a node when every rank sends each of `size` ranks its part of `nbytes`."""
         leaving = nbytes * (self.size - self.in_node) / self.size
         return self.rings_per_node * self.in_node * leaving
 

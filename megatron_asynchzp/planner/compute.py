@@ -121,8 +121,8 @@ class ComputeTimes:
         return found
 
     def sent_in(self, units: Iterable[Unit]) -> dict[tuple[str, str], tuple[float, float]]:
-        """By name and link, for how long a micro-batch in `units` waits for it, forward and
-        backward, and for how long the link is busy, in seconds."""
+        """Return, by name and link, how long a micro-batch in `units` waits for it, forward and
+        backward, and how long the link is busy, in seconds."""
         total = defaultdict[tuple[str, str], tuple[float, float]](lambda: (0.0, 0.0))
         for unit in units:
             is_again = self.recompute.granularity == "full" and unit.kind in _COMPUTED_AGAIN

@@ -31,7 +31,7 @@ class Contender:
         return "node" in self.sizes
 
     def numbers(self, ranks: int, in_node: int) -> tuple[int, int, int]:
-        """In a sharding group of `ranks`, of which `in_node` share a node."""
+        """Return its sizes in a sharding group of `ranks`, of which `in_node` share a node."""
         number = {"node": in_node, "all": ranks}
         param, grad, optim = (number.get(str(size), size) for size in self.sizes)
         return int(param), int(grad), int(optim)

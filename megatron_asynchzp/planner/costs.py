@@ -153,7 +153,7 @@ class Costing(Held):
     # ---- results
 
     def simulate(self, micro_batches: int, with_spans: bool = False) -> Step:
-        """Every action of a step with so many micro-batches."""
+        """Simulate every action of a step with so many micro-batches."""
         return simulate(
             self.stages(micro_batches),
             self.cluster.runs_ahead,
@@ -181,7 +181,7 @@ class Costing(Held):
 
     @cached_property
     def node_nbytes(self) -> float:
-        """That leave the node which sends most, in a step, for the three states."""
+        """Bytes that leave the node which sends most, in a step, for the three states."""
         found = []
         micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
         few, more = (count * stages for count in _FOLDED)

@@ -52,7 +52,7 @@ def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
 
 
 def stay(outcome: Outcome, best: Candidate) -> str:
-    """Who need not change, because nothing is gained over it; "" where all gain."""
+    """Name who need not change, because nothing is gained over it; "" where all gain."""
     gains = {
         one.name: found.step_s / best.step_s - 1
         for one, found in outcome.contenders.items()
@@ -103,7 +103,7 @@ def hierarchy(outcome: Outcome, best: Candidate) -> str:
 
 
 def saving(costing: Costing, step_s: float, is_async: bool, interval: int | None) -> str:
-    """How often to save, by what the cluster's file says of failures; "" where it says nothing.
+    """Describe how often to save, by the failures in the cluster's file; "" where it says nothing.
 
     is_async, interval: of the run's own saves, the interval in steps, None where it makes none.
     """

@@ -13,7 +13,7 @@ from math import exp, expm1
 
 @dataclass(frozen=True)
 class Failures:
-    """As a cluster's file states them.
+    """Failures and saves, as a cluster's file states them.
 
     mtbf_hours: mean time between failures of one node that end a run.
     restart_s: from a failure until the ranks train again.
@@ -37,7 +37,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Saves:
-    """A run's, in seconds.
+    """Times of a run's failures and saves, in seconds.
 
     mtbf_s: mean time between failures of the run.
     restart_s: from a failure until it trains again; a failure within it starts it anew.
@@ -62,8 +62,8 @@ class Saves:
 
     @property
     def best_interval_s(self) -> float:
-        """Where `goodput` is largest: its derivative is 0 at t = M (1 - exp(-(t + held) / M)), to
-        first order Young's sqrt(2 M held), but not before the save before is complete."""
+        """Interval of the best `goodput`: its derivative is 0 at t = M (1 - exp(-(t + held) / M)),
+        to first order Young's sqrt(2 M held), but not before the save before is complete."""
         low, high = 0.0, self.mtbf_s
         for _ in range(60):
             middle = (low + high) / 2

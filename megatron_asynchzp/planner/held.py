@@ -83,7 +83,7 @@ class Held:
 
     @cached_property
     def groups(self) -> dict[GroupKey, Group]:
-        """By the key of a unit's sharding group."""
+        """Sharding groups, by the key of a unit's group."""
         parallel, plan = self.plan.parallel, self.plan
         distance = parallel.experts_tp * parallel.ep
         expert_ranks = self.cluster.num_ranks // (distance * parallel.pp)

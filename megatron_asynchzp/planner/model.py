@@ -234,7 +234,7 @@ class Unit:
 
     @cached_property
     def aligned_numel(self) -> int:
-        """As many, where each tensor begins at an alignment of the flat buffer."""
+        """Parameters on this rank, where each tensor begins at an alignment of the flat buffer."""
         return sum(
             round_up(numel, PARAM_ALIGNMENT_NUMEL) * count for numel, count in self.numels.items()
         )

@@ -275,7 +275,7 @@ class _Chunk:
         return [unit for unit in completed if unit not in at_end] + sorted(at_end)
 
     def early_units(self) -> set[int]:
-        """Those that each step sends before its update."""
+        """Return the units that each step sends before its update."""
         schedule, room = self._order.schedule, BackwardRoom()
         if not schedule.may_send_early:
             return set()

@@ -60,7 +60,7 @@ class Stage:
 
 
 class Interval(NamedTuple):
-    """As the engine's timeline has it, in seconds from the optimizer on."""
+    """Interval of a step as the engine's timeline has it, in seconds from the optimizer on."""
 
     lane: str
     name: str
@@ -81,7 +81,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """spans: of each stage, where they were asked for."""
+    """Result of a simulated step. spans: of each stage, where they were asked for."""
 
     step_s: float
     stages: tuple[StageTimes, ...]

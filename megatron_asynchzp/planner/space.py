@@ -79,7 +79,7 @@ def all_divisors(ranks: int, in_node: int) -> list[int]:
 def shard_sizes(
     ranks: int, in_node: int, kept: Mapping[str, int] | None = None
 ) -> Iterator[ShardSizes]:
-    """All that nest, of `shard_divisors`. kept: see Space.kept_sizes."""
+    """Yield all sizes of `shard_divisors` that nest. kept: see Space.kept_sizes."""
     divisors = shard_divisors(ranks, in_node)
     to_try = dict.fromkeys(("param", "grad", "optim"), divisors)
     to_try |= {state: [size] for state, size in (kept or {}).items()}

@@ -38,7 +38,7 @@ class Collective(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """How often every piece goes round the ring."""
+        """Number of times that every piece goes round the ring."""
         return 2 if self.operation == ALL_REDUCE else 1
 
     @property
@@ -50,7 +50,7 @@ class Collective(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """To other ranks."""
+        """Messages to other ranks."""
         return self.turns * (self.size - 1)
 
 
@@ -63,7 +63,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """How states travel. The default is the engine's.
+    """Form in which states travel. The default is the engine's.
 
     grad_itemsize: bytes of an element of the gradients.
     gathers_codes: whether weights of layers that compute in FP8 are gathered in FP8.
@@ -102,8 +102,8 @@ class Group:
     grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES
 
     def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
-        """From a shard of `inner` ranks to one of `outer`, innermost first; the mesh of
-        ShardTopology, without its members."""
+        """Return axes from a shard of `inner` ranks to one of `outer`, innermost first; the mesh
+        of ShardTopology, without its members."""
         ends = self.sizes.boundaries(self.ranks)
         pairs = [pair for pair in zip(ends, ends[1:]) if inner <= pair[0] and pair[1] <= outer]
         return tuple(Axis(high // low, low) for low, high in pairs)
