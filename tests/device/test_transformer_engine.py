@@ -191,6 +191,8 @@ def train_twenty(line: Sequence[str], number: int) -> list[Run]:
 def test_twenty_steps_have_the_losses_of_stock_ddp(te_worlds: DeviceWorlds, recipe: str):
     """Unclipped: a norm that is summed in another order changes a last bit of every update."""
     line, number = [*BASE, *FEWER, *RECIPES[recipe]], [*RECIPES].index(recipe)
+    if recipe == "nvfp4":  # takes three times as long as the others
+        line += ["--num-layers", "1"]
     env = env_of(recipe)
     stock, *ours = te_worlds.run(train_twenty, 2, line, number, timeout_s=1800, env=env)[0]
     losses = [loss for loss, _ in stock.steps]
@@ -218,9 +220,11 @@ VARIANTS = {
     "tensor, delayed": (4, "delayed", TENSOR),
     "tensor, mxfp8": (4, "mxfp8", TENSOR),
     "pipeline, mxfp8": (2, "mxfp8", PIPELINE_PARALLEL),
-    "selective recomputation, blockwise": (2, "blockwise", [
-        "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"]),
+    "selective recomputation, blockwise": (2, "blockwise", ["--disable-bias-linear"]),
 }
+# For ours alone: in stock this changes losses from the third step on. With biases it is refused.
+RECOMPUTED = {"selective recomputation, blockwise": [
+    "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"]}
 # fmt: on
 
 
@@ -241,7 +245,7 @@ def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name
     codes = CODES if recipe in ("tensorwise", "blockwise") else []
     sizes = (1, 1, 1) if "pipeline" in name else (2, 2, 2)
     env = env_of(recipe) | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ranks == 4 else {})
-    flags = [*codes, *size_flags(sizes)]
+    flags = [*codes, *size_flags(sizes), *RECOMPUTED.get(name, [])]
     stock, ours = te_worlds.run(train_two, ranks, line, flags, timeout_s=590, env=env)[0]
     assert stock.fp8 and ours.fp8
     assert len({loss for loss, _ in stock.steps}) == 4

@@ -297,6 +297,20 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     *because(
+        "a recomputed MLP returns its bias, which autograd then takes for a result of it: backward "
+        "does not end, with --use-asynchzp and without",
+        "use --disable-bias-linear, or leave mlp out",
+        Refusal(
+            "--recompute-modules mlp --recompute-granularity selective",
+            lambda args: (
+                args.recompute_granularity == "selective"
+                and "mlp" in (args.recompute_modules or ())
+                and args.add_bias_linear
+            ),
+            "mlp with biases",
+        ),
+    ),
+    *because(
         "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",
         "use --optimizer adam, sgd or muon alone",
         other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),

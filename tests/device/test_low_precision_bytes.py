@@ -1,0 +1,150 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What FP8 and FP4 layers over sharded parameters hold beside the states, and what their gathers
+bring over the link, counted on the emulated device."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import listening, on_device, run_pretrain
+from scripts.testbed.profile import PROFILES
+from tests.device.test_transformer_engine import (
+    BASE,
+    CODES,
+    FEWER,
+    GROUPED_EXPERTS,
+    RECIPES,
+    env_of,
+)
+
+pytestmark = pytest.mark.slow
+
+# So many parameters that what is beside them is little.
+WIDE = [*BASE, *FEWER, "--hidden-size", "256", "--train-iters", "3"]
+
+
+class Held(NamedTuple):
+    """Bytes on the device after a run: counted, by formula at rest, by formula in flight, and of
+    quantised copies; planned: what the planner has at rest, in flight and as copies."""
+
+    counted: int
+    states: float
+    flying: float
+    copies: float
+    planned: float
+
+
+def held(model_chunks: list, optimizer: Any) -> tuple[int, float, float, float, float]:
+    from megatron.training import get_args
+
+    from megatron_asynchzp.mcore.low_precision import kept_nbytes
+    from megatron_asynchzp.mcore.planned import costing_of
+
+    memory = costing_of(get_args()).stage_memory(0)
+    gc.collect()
+    flying = 0
+    for chunk in model_chunks:
+        chunk.runtime.settle()
+        flying += sum(chunk.runtime.in_flight_nbytes().values())
+    copies = sum(kept_nbytes(chunk.module, chunk.config) for chunk in model_chunks)
+    counted = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return counted, memory.states, flying, copies, memory.states + memory.flying
+
+
+def train_each(lines: Sequence[Sequence[str]]) -> list[Held]:
+    """The last one first: Transformer Engine then makes the workspaces of its products."""
+    found = []
+    for line in [lines[-1], *lines]:
+        gc.collect()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        with on_device(uses_te=True):
+            counted, *formula = run_pretrain([*line], inspect=held).inspected
+        found.append(Held(counted - before, *formula))
+    return found[1:]
+
+
+def lines_of(recipes: Sequence[str]) -> list[list[str]]:
+    return [[*WIDE, *RECIPES[recipe], *size_flags((2, 2, 2))] for recipe in recipes]
+
+
+@pytest.mark.parametrize(
+    "recipes", [["tensorwise", "delayed", "blockwise", "bf16"], ["mxfp8", "nvfp4"]]
+)
+def test_what_a_recipe_holds_after_a_step_is_what_the_formula_and_the_planner_have(
+    te_worlds: DeviceWorlds, recipes: list[str]
+):
+    lines = lines_of(recipes)
+    if "blockwise" in recipes:
+        lines.append([*lines[recipes.index("blockwise")], *GROUPED_EXPERTS])
+    found = te_worlds.run(train_each, 2, lines, timeout_s=1200, env=env_of(recipes[0]))[0]
+    for line, one in zip(lines, found, strict=True):
+        print(line, one)
+        assert one.counted == pytest.approx(one.states + one.flying + one.copies, rel=0.01), line
+        assert one.counted == pytest.approx(one.planned, rel=0.025), line
+        assert (one.copies > 0) == ("delayed" in line or "--moe-grouped-gemm" in line)
+
+
+class Sent(NamedTuple):
+    """gathered: bytes that this rank handed to gathers, and agreed: to what agrees on scales;
+    step_ms: of each step but the first, by the device's clock."""
+
+    losses: list[float | None]
+    gathered: int
+    agreed: int
+    step_ms: list[float]
+
+
+def train_counting(line: Sequence[str]) -> Sent:
+    from megatron_asynchzp.comm import collectives
+
+    nbytes, marks = {"gathered": 0, "agreed": 0}, []
+    gather, reduce = collectives.all_gather_flat, collectives.all_reduce_steps
+
+    def counted_gather(full: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
+        nbytes["gathered"] += shard.nbytes * len(marks[:1])
+        return gather(full, shard, **options)
+
+    def counted_reduce(shard: torch.Tensor, axes: Any, *op: Any) -> Any:
+        nbytes["agreed"] += shard.nbytes * len(marks[:1])
+        return reduce(shard, axes, *op)
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    with (
+        mock.patch.object(collectives, "all_gather_flat", counted_gather),
+        mock.patch("megatron_asynchzp.comm.codes.all_reduce_steps", counted_reduce),
+        listening(mark, lambda logged: None),
+        on_device(uses_te=True),
+    ):
+        record = run_pretrain([*line])
+    torch.cuda.synchronize()
+    steps = [before.elapsed_time(after) for before, after in zip(marks[1:], marks[2:])]
+    return Sent([loss for loss, _ in record.losses_and_norms], *nbytes.values(), steps)
+
+
+def train_on_a_slow_network(line: Sequence[str]) -> list[Sent]:
+    from scripts.testbed.device import inside
+
+    inside.state_time(PROFILES["slower-between-nodes"])
+    return [train_counting(line), train_counting([*line, *CODES])]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_gathers_as_codes_bring_half_of_the_bytes_and_a_shorter_step_on_a_slow_network(
+    te_worlds: DeviceWorlds, recipe: str
+):
+    line = [*WIDE, *RECIPES[recipe], "--num-layers", "4", *size_flags((2, 2, 2))]
+    plain, coded = te_worlds.run(train_on_a_slow_network, 2, line, timeout_s=590)[0]
+    print(plain, coded)
+    assert coded.losses == plain.losses and plain.agreed == 0 < coded.agreed
+    assert 0.50 <= (coded.gathered + coded.agreed) / plain.gathered <= 0.52
+    assert max(coded.step_ms) < 0.95 * min(plain.step_ms)
