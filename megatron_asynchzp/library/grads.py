@@ -105,7 +105,7 @@ def grad_of(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """As an assignment to the gradient of any parameter."""
+    """Assign the gradient as to any parameter."""
     _GRAD.__set__(param, grad)
 
 

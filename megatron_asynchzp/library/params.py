@@ -118,7 +118,7 @@ class ShardedParams:
         return unit.param_names[index]
 
     def answer(self, use: Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """As zero.guard asks for it."""
+        """Return the result of `use`, as zero.guard asks for it."""
         leaves = tree_leaves((args, kwargs))
         param = next(x for x in leaves if isinstance(x, nn.Parameter) and x in self._places)
         unit, index = self._places[param]

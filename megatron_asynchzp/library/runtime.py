@@ -48,7 +48,7 @@ def new_runtime(
 def checked_model(
     model: nn.Module, units: Iterable[nn.Module], allows_meta: bool
 ) -> list[nn.Module]:
-    """All that can be said without a process group."""
+    """Check all that can be checked without a process group, and return the units' modules."""
     unit_modules = checked_units(model, units)
     refuse_sharded(model)
     refuse_params(model, allows_meta)

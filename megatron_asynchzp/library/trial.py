@@ -231,7 +231,7 @@ class _Tried:
             yield kinds
 
     def difference(self, parts: "Sequence[_Tried]") -> str | None:
-        """Name what the optimizers of the parts have made otherwise than this one of whole ones."""
+        """Name what the parts' optimizers have made otherwise than this one of whole matrices."""
         for index, (group, params) in enumerate(
             zip(self.optimizer.param_groups, self.params, strict=True)
         ):
@@ -263,7 +263,7 @@ def _resized(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _are_close(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """By element, but for rounding: the arithmetic of vectors is that of scalars."""
+    """Compare by element, but for rounding: the arithmetic of vectors is that of scalars."""
     one, two = value.detach().reshape(-1).double(), other.detach().reshape(-1).double()
     return bool(torch.allclose(one, two, rtol=_TOLERANCE, atol=1e-7))
 

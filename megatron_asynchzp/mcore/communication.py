@@ -144,7 +144,7 @@ class Communication:
             self.budgets.expect_grads(records[pipeline.rank()], units)
 
     def describe_position(self) -> str:
-        """Where training is, for an error that Megatron or the script raised."""
+        """Say where training is, for an error that Megatron or the script raised."""
         step = self.driver.step
         if step == 0:
             return "before the first step"
@@ -197,7 +197,7 @@ class Communication:
 
     @classmethod
     def close_all(cls, group: dist.ProcessGroup | None = None) -> None:
-        """For the moment before `group` (None: all) is destroyed: no thread may outlive it."""
+        """Close those of `group` (None: all) before it is destroyed: no thread may outlive it."""
         for communication in list(cls._open):
             if group in (None, dist.group.WORLD) or communication.uses(group):
                 communication.close()

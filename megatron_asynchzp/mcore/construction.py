@@ -53,7 +53,7 @@ def constructing(
 
 
 def current_construction() -> Construction | None:
-    """That of the model being built, if it is built in shards."""
+    """Return the construction of the model being built, if it is built in shards."""
     return _CONSTRUCTION.get()
 
 

@@ -191,7 +191,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _is_clipped(self, grad_norm: float) -> bool:
-        """As Megatron's clip_grad_by_total_norm_fp32 has it."""
+        """Whether gradients are scaled down, as by Megatron's clip_grad_by_total_norm_fp32."""
         limit = self.config.clip_grad
         return limit > 0.0 and limit / (grad_norm + 1.0e-6) < 1.0
 
@@ -371,7 +371,7 @@ class ShardedParameters:
         return dtypes == {torch.bfloat16}
 
     def counted(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Those of `params` that count in sums over the world: the first replica's."""
+        """Return the ones of `params` that count in sums over the world: the first replica's."""
         return [param for param in params if param in self._counted]
 
 

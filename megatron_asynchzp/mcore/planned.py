@@ -250,8 +250,8 @@ def _cluster(args: Namespace) -> Cluster:
 
 
 def _with_vocabulary(args: Namespace) -> Namespace:
-    """With the padded size that the run will have. Megatron finds it when it builds its tokenizer,
-    which is after this."""
+    """Add the padded size of the vocabulary that the run will have. Megatron finds it when it
+    builds its tokenizer, which is after this."""
     if args.padded_vocab_size is not None:
         return args
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -295,7 +295,7 @@ def model_of(args: Namespace) -> Model:
 
 
 def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
-    """Those that the flags describe: a model's own script adds them, after its arguments are known.
+    """Adapters that the flags describe: a model's script adds them, after its arguments are known.
     Raises ConfigurationError for layers that the planner counts no adapters of."""
     if args.asynchzp_adapter_rank is None:
         return None
@@ -494,7 +494,7 @@ def kernels_of(args: Namespace) -> Kernels:
 
 
 def _kept_quantised(args: Namespace) -> Literal["none", "experts", "all"]:
-    """As low_precision.kept_nbytes has it of layers of Transformer Engine."""
+    """Say which quantised weights stay, as low_precision.kept_nbytes has it of TE's layers."""
     if not args.fp8 and not args.fp4:
         return "none"
     if args.fp8 and args.fp8_recipe == "delayed":

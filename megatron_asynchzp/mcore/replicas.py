@@ -98,7 +98,7 @@ def _differing(
 
 
 def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
-    """Which ranks are unlike the most, where most are alike; else all of them."""
+    """Name the ranks that are unlike the most, where most are alike; else all of them."""
     (usual, count), *others = Counter(hashes).most_common()
     if count > max(other for _, other in others):
         odd = sorted(rank for rank, one in zip(ranks, hashes) if one != usual)

@@ -335,8 +335,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     @property
     def units_in_order(self) -> list[HZPUnit]:
-        """As this training step first used them, or one before it if it used none; and then those
-        that it did not use."""
+        """Return the units as this training step first used them, or one before it if it used none;
+        and then those that it did not use."""
         return list(dict.fromkeys([*(self._used or self._order), *self._units]))
 
     def record_order(self) -> None:

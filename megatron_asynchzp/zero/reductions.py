@@ -255,7 +255,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return place.views_for(piece.memory_key, split)
 
     def _places_in(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
-        """Where what `piece` holds of each parameter goes, and then the gaps of the piece."""
+        """Return views of `place`: `piece`'s part of each parameter, and then the gaps."""
         full = self._memory_for(unit, piece, place)[0]
         return place.views_for(piece.places_key, lambda _: places_of(unit, piece.grads, full))
 

@@ -131,8 +131,8 @@ class SentCheck:
         self._task = driver.submit(Task("order", "what was sent", self._axes, steps, ready, after))
 
     def differing(self) -> list[HZPUnit]:
-        """Those of the last `compare` that differ on any rank; holds the host until all have
-        compared."""
+        """Return the units of the last `compare` that differ on any rank; holds the host until all
+        have compared."""
         if self._task is None:
             return []
         task, self._task = self._task, None

@@ -134,7 +134,7 @@ def pack_grads(
 
 
 def places_of(unit: HZPUnit, piece: GradPiece, full: torch.Tensor) -> list[torch.Tensor]:
-    """Where in `full` (1-D, fp32, piece.numel) each copy of `piece` goes, and then its gaps."""
+    """Return views of `full` (1-D, fp32, piece.numel) for each copy of `piece`, then its gaps."""
     places: list[torch.Tensor] = []
     for copy in piece.copies:
         place = full[slice(*copy.target)]

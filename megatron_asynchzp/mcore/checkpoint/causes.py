@@ -74,7 +74,7 @@ def flag_of(name: str) -> str:
 
 
 def describe(name: str, saved: Any, args: Namespace) -> str:
-    """That the argument differs, by its flag and with both values."""
+    """Say that the argument differs, by its flag and with both values."""
     was, now = (_shown(name, getattr(one, name, None)) for one in (saved, args))
     return f"{flag_of(name)} is {was} in the checkpoint and {now} in this run"
 

@@ -62,8 +62,8 @@ def _chunks(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keep(shards: dict[str, Any], there: Collection[str]) -> set[str]:
-    """Those of `shards` that are not `there` are not asked for; a load hands their own values
-    back."""
+    """Ask for no shard of `shards` that is not `there`, and return their keys; a load hands their
+    own values back."""
     kept: set[str] = set()
     for index, shard in shards.items():
         if isinstance(shard, ShardedTensor) and shard.key not in there:

@@ -320,7 +320,7 @@ def _rates(group: Mapping) -> tuple[float, ...]:
 
 
 def _settings(group: Mapping) -> str:
-    """All that belongs to no schedule, and to no run."""
+    """Return all settings of a group that belong to no schedule, and to no run."""
     left_out = {"params", "step", *_SCHEDULE}
     return repr(sorted((key, value) for key, value in group.items() if key not in left_out))
 
@@ -345,7 +345,7 @@ def _described(group: Mapping, keys: Sequence[str]) -> str:
 
 
 def _forms(state_dict: Mapping) -> list[Mapping]:
-    """One per stock optimizer: dense parameters first, then experts."""
+    """Return a form for each stock optimizer: dense parameters first, then experts."""
     chained = [state_dict[key] for key in sorted(k for k in state_dict if isinstance(k, int))]
     return chained or [state_dict]
 

@@ -285,7 +285,7 @@ def _exchange_pieces(
     axis: AxisGroup,
     factor: int,
 ) -> None:
-    """One all-to-all. runs: of the pieces."""
+    """Exchange pieces by one all-to-all. runs: of the pieces."""
     device, coordinate = runs[0].unit.device, axis.axis.coordinate
     first = coordinate // factor * factor
     order = sorted(range(len(pieces)), key=lambda one: runs[one].turn % factor)

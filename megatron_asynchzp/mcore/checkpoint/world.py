@@ -28,7 +28,7 @@ class WorldPeers:
 
 
 def peers_of_job() -> Peers:
-    """All ranks, or this process where it is alone."""
+    """Return all ranks, or this process where it is alone."""
     return WorldPeers() if dist.is_initialized() else Alone()
 
 

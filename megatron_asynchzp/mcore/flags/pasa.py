@@ -70,7 +70,7 @@ def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 class CaptureRequest(NamedTuple):
-    """Which step, counted from 1, to write where."""
+    """The step to write, counted from 1, and the file to write it to."""
 
     step: int
     path: Path
