@@ -193,6 +193,7 @@ TABLES: dict[str, Table] = {
     "checkpoints": Table("checkpoints", checkpoint_table.tables),
     "parity": Table("parity", _longest_parity),
     "host cost": Table("host_cost", _host_cost),
+    "graph host cost": Table("graph_host_cost", _host_cost),
     "offload": Table("offload", offload_table),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),

@@ -4,6 +4,7 @@
 emulated device: the bits of the same run without graphs, in every loss, norm and main parameter."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -87,6 +88,14 @@ def with_and_without(line: Sequence[str], laws: Sequence[Delays], impl: str) -> 
     return runs
 
 
+def whole_and_resumed(line: Sequence[str], folder: str, impl: str) -> list[Run]:
+    """Without graphs; with them, saved after two steps; and gone on with from there."""
+    graphs = ["--cuda-graph-impl", impl, "--cuda-graph-warmup-steps", "1"]
+    saved = [*graphs, "--save", folder, "--save-interval", "2"]
+    loaded = [*graphs, "--load", folder, "--ckpt-step", "2"]
+    return [train([*line, *more]) for more in ([], saved, loaded)]
+
+
 def compare(
     worlds: DeviceWorlds,
     more: Sequence[str],
@@ -117,6 +126,18 @@ def test_whole_layers_keep_their_bits_in_each_choice_of_shards(te_worlds: Device
 def test_the_bits_are_the_same_under_every_law_of_delay(te_worlds: DeviceWorlds):
     laws = [Delays(law, seed) for seed, law in enumerate(LAWS) if law != "none"]
     compare(te_worlds, ["--bf16"], (2, 2, 2), laws)
+
+
+@pytest.mark.parametrize("impl", [TE, OWN])
+def test_a_run_goes_on_from_a_checkpoint_with_the_bits_of_the_whole_one(
+    te_worlds: DeviceWorlds, tmp_path: Path, impl: str
+):
+    line = [*COMMON, "--bf16", "--train-iters", "4", *size_flags((1, 2, 2))]
+    args = 2, line, str(tmp_path), impl
+    for eager, saved, resumed in te_worlds.run(whole_and_resumed, *args, timeout_s=590):
+        assert saved.num_graphs == resumed.num_graphs > 0
+        assert saved.steps == eager.steps and resumed.steps == eager.steps[2:]
+        assert saved.params == resumed.params == eager.params
 
 
 ALL = ["--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"]
@@ -203,6 +224,16 @@ def test_megatrons_own_graphs_keep_the_bits_in_each_choice_of_shards(
 
 def test_megatrons_own_graphs_keep_the_bits_on_four_ranks(te_worlds: DeviceWorlds):
     compare(te_worlds, ["--bf16"], (2, 2, 4), [Delays("slow-rank", 1)], 4, impl=OWN)
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if law != "none"])
+def test_megatrons_own_graphs_keep_the_bits_under_twenty_seeds_of_a_law(
+    te_worlds: DeviceWorlds, law: str
+):
+    """Five at a time, beside a run without graphs each."""
+    for first in range(0, 20, 5):
+        laws = [Delays(law, seed) for seed in range(first, first + 5)]
+        compare(te_worlds, ["--bf16", "--num-layers", "3"], (2, 2, 2), laws, impl=OWN)
 
 
 DROPOUT_AND_EVALUATION = [*FORMS["dropout"], *FORMS["evaluation"]]
