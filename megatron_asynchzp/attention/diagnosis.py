@@ -86,7 +86,7 @@ def channel_means(k_BGTD: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q_BND: torch.Tensor, k_BTD: torch.Tensor, rows: int = 1024) -> float:
-    """Largest |q k|, a few rows at a time."""
+    """Return the largest |q k|, a few rows at a time."""
     parts = [(part @ k_BTD.mT).abs().max() for part in q_BND.split(rows, 1)]
     return torch.stack(parts).max().item()
 
@@ -98,7 +98,7 @@ def _bias(k_BTD: torch.Tensor) -> float:
 
 
 def _amplification(k_BTD: torch.Tensor) -> float:
-    """|k| over |k - mean|: independent errors of dS are multiplied by one or by the other."""
+    """Return |k| / |k - mean|: independent errors of dS are multiplied by one or by the other."""
     return sqrt(1 + _bias(k_BTD) ** 2)
 
 

@@ -95,7 +95,7 @@ def load(path: Path) -> Layers:
 
 
 def _layer_order(layer: int | str) -> list[tuple[bool, int, str]]:
-    """Numbers, also those within a name, by their value: layers.2 before layers.10."""
+    """Return a key that sorts numbers within a name by value: layers.2 before layers.10."""
     parts = re.split(r"(\d+)", str(layer))
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 

@@ -74,7 +74,7 @@ def check_checkpoint(iteration_dir: Path, peers: Peers, level: VerifyLevel) -> N
 
 @contextmanager
 def _judging(name: str) -> Iterator[None]:
-    """Whatever reading `name` leads to is damage to it."""
+    """Raise Damage for whatever reading `name` leads to."""
     try:
         yield
     except Damage as damage:
@@ -131,7 +131,7 @@ def _check_size(path: Path, expected: int | None) -> None:
 
 
 def _check_config(iteration_dir: Path) -> None:
-    """Megatron writes metadata.json last."""
+    """Check metadata.json, which Megatron writes last."""
     if not iteration_dir.is_dir():
         raise Damage("it is no directory")
     if not (iteration_dir / CONFIG).is_file() and is_of_format_torch(iteration_dir):

@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def describe_run(found: DryRun) -> str:
-    """Ranks, replicas and micro-batches, in one line."""
+    """Describe ranks, replicas and micro-batches, in one line."""
     args = found.args
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
@@ -70,7 +70,7 @@ def _states_table(found: DryRun) -> str:
 
 
 def memory_table(found: DryRun) -> str:
-    """Peaks by pipeline stage, and what they consist of."""
+    """Format peaks by pipeline stage, and what they consist of."""
     # fmt: off
     columns = ("stage", "start", "at rest", "in flight", "activations", "logits",
                "a layer's backward", "total")

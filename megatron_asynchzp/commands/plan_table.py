@@ -47,7 +47,7 @@ def plans(outcome: Outcome, space: Space, most: int) -> str:
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Numbers stand on the right."""
+    """Format a table whose numbers stand on the right."""
     from rich.console import Console
     from rich.table import Table
 

@@ -109,7 +109,7 @@ def _one_line(error: BaseException, printed: str) -> str:
 
 
 def megatron_flags() -> dict[str, argparse.Action]:
-    """Megatron's own."""
+    """Return Megatron's own flags."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -15,7 +15,7 @@ class CollectiveFailure(RuntimeError):
 
     @classmethod
     def of(cls, title: str, error: BaseException) -> "CollectiveFailure":
-        """`error` as the one line about what has this title."""
+        """Report `error` in one line about what has this title."""
         reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
         if any(words in reason for words in _PEER_ENDED):
             reason = f"a peer has ended ({reason})"

@@ -80,7 +80,7 @@ def is_main_thread_waiting() -> bool:
 
 
 def _named(frames: Iterable[FrameType]) -> str | None:
-    """frames: the outermost first."""
+    """Name the collective and its caller. frames: the outermost first."""
     caller = "the script"
     for frame in frames:
         code = frame.f_code

@@ -353,14 +353,14 @@ class _Gathered(NamedTuple):
 
 
 def _arguments() -> Any:
-    """Megatron's."""
+    """Return Megatron's arguments."""
     from megatron.training import get_args
 
     return get_args()
 
 
 def _begun_in(model: Sequence[AsyncHZPDataParallel]) -> list[tuple[int, bool]]:
-    """Differs before and after the begin of a step, whatever its number: one may be repeated."""
+    """Return what a step's begin changes, whatever its number: one may be repeated."""
     return [(chunk.runtime.num_begun, chunk.runtime.is_in_step) for chunk in model]
 
 

@@ -130,7 +130,7 @@ class Cluster:
 
     @cached_property
     def outside(self) -> Link:
-        """`between`, with the cards of a domain."""
+        """Link `between` nodes, with the cards of a domain."""
         return replace(self.between, cards=self.between.cards * self.nodes_per_domain)
 
     @property
@@ -208,7 +208,7 @@ class Ring:
 
     @classmethod
     def of_axis(cls, size: int, distance: int, ranks_per_node: int) -> "Ring":
-        """`distance`: of neighbours, in global ranks."""
+        """Make the ring of an axis. `distance`: of neighbours, in global ranks."""
         in_node = min(size, max(1, -(-ranks_per_node // distance)))
         return cls(size, in_node, max(1, ranks_per_node // in_node))
 
@@ -221,12 +221,12 @@ class Ring:
         return self.nodes > 1
 
     def sharing_inside(self, link: Link) -> float:
-        """How many ranks use one link within a node in a turn. The last rank of a node's part of a
-        ring sends to another node."""
+        """Return how many ranks use one link within a node in a turn. The last rank of a node's
+        part of a ring sends to another node."""
         return self.rings_per_node * (self.in_node - self.crosses_nodes) if link.shared else 1.0
 
     def sharing_between(self, link: Link) -> float:
-        """How many ranks use one network card in a turn; below 1 where a rank has several."""
+        """Return how many ranks use one network card in a turn; below 1 if a rank has several."""
         return self.rings_per_node / link.cards
 
     def node_nbytes(self, nbytes: float) -> float:

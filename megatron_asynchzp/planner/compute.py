@@ -30,7 +30,7 @@ class Sent:
 
     @classmethod
     def of(cls, what: str, ring: Ring, cost: Cost, times: int = 1) -> "Sent":
-        """`times` in a row, none beside computation."""
+        """Return `times` collectives in a row, none beside computation."""
         link = BETWEEN if ring.crosses_nodes else INSIDE
         return cls(what, link, times * cost.alone_s, times * cost.busy_s)
 
@@ -46,8 +46,8 @@ class ComputeTimes:
     cluster: Cluster
 
     def of_unit(self, unit: Unit) -> tuple[float, float]:
-        """Forward and backward of a micro-batch on the slowest rank, with what model parallelism
-        sends in between."""
+        """Return the seconds of a micro-batch's forward and backward on the slowest rank, with what
+        model parallelism sends in between."""
         cluster, recompute = self.cluster, self.recompute
         launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
         forward_s = (self._busy_s(unit, unit.flops) + launch_s) * cluster.slowest
@@ -85,7 +85,7 @@ class ComputeTimes:
         return min(1.0, recompute.num_layers / chunk)
 
     def _core_attention_flops(self, unit: Unit) -> float:
-        """Forward of the scores and their product with the values."""
+        """Return the forward FLOPs of the scores and their product with the values."""
         if unit.source is None or unit.kind == "experts":
             return 0.0
         batch, layer = self.batch, unit.source

@@ -37,7 +37,7 @@ class Contender:
         return int(param), int(grad), int(optim)
 
     def plan(self, like: Plan) -> Plan:
-        """Its schedule for sizes, batch and recomputation of `like`; collectives go along whole
+        """Plan its schedule for `like`'s sizes, batch and recomputation; collectives go along whole
         axes."""
         return replace(
             like,

@@ -138,7 +138,7 @@ def missed(outcome: Outcome, space: Space) -> str:
 
 
 def _amount(nbytes: float) -> str:
-    """Rounded up: so much is enough."""
+    """Format bytes rounded up: so much is enough."""
     if nbytes >= 0.1 * GIB:
         return f"{ceil(10 * nbytes / GIB) / 10:.1f} GiB"
     return f"{ceil(nbytes / 2**20)} MiB"

@@ -74,6 +74,6 @@ class Saves:
         return max(low, self.complete_s - self.held_s)
 
     def best_steps(self, step_s: float) -> int:
-        """Whole steps between saves."""
+        """Return the whole steps between saves that give the best `goodput`."""
         fewest = max(1, int(self.best_interval_s / step_s))
         return max(fewest, fewest + 1, key=lambda steps: self.goodput(steps * step_s))

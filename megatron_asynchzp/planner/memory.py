@@ -294,8 +294,8 @@ class Memory:
 
     @property
     def working(self) -> float:
-        """While one layer is differentiated. Autograd's gradients of its parameters appear as its
-        activations are freed."""
+        """Bytes while one layer is differentiated. Autograd's gradients of its parameters appear as
+        its activations are freed."""
         own_grads = self.whole_unit if self.own_grads is None else self.own_grads
         return self.activations.working + max(0.0, own_grads - self.activations.whole_layer)
 

@@ -446,7 +446,7 @@ def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
 
 
 def projections(part: Attention, mlp: Mlp, model: Model) -> dict[str, tuple[float, float]]:
-    """Inputs and outputs of those of ADAPTED, on all tensor-parallel ranks together."""
+    """Return inputs and outputs of the ADAPTED layers, on all tensor-parallel ranks together."""
     width, kv = part.num_heads * part.head_dim, part.num_groups * part.head_dim
     return {
         "linear_qkv": (model.hidden, width + 2 * kv),
