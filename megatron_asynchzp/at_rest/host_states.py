@@ -92,6 +92,14 @@ class _UnitStates:
             for key, kind in _kinds_in(own, param):
                 own[key] = self.there[kind][part]
 
+    def take_assigned(self) -> None:
+        """An optimizer may have assigned to the data of its parameters."""
+        for param, part in (
+            zip(self.params, self._parts, strict=True) if _MAIN in self.there else ()
+        ):
+            if param.data_ptr() != (own := self.there[_MAIN][part]).data_ptr():
+                own.copy_(param.data)
+
     def point_back(self, states: _States) -> None:
         """Let parameters and states be as at rest: those on the host, new ones included. What is
         on the device still has to be copied."""
@@ -219,6 +227,7 @@ class HostStates:
             held.point_there(self._optimizer.state)
             of_params = [(one, group_of[one]) for one in held.params if one in group_of]
             step_beside(self._optimizer, of_params)
+            held.take_assigned()
             if _MAIN in held.there:
                 held.unit.cast_main_param(held.there[_MAIN])
             self._send_back(held)

@@ -41,7 +41,30 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-1, momentum=0.9)
 
 
-OPTIMIZERS = {"AdamW": adamw, "amsgrad": amsgrad, "groups": two_groups, "SGD": sgd}
+class Assigning(torch.optim.SGD):
+    """Puts another tensor in the place of each parameter's values."""
+
+    is_elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+def assigning(params: Any) -> torch.optim.Optimizer:
+    return Assigning(params, lr=1e-1)
+
+
+OPTIMIZERS = {
+    "assigning": assigning,
+    "AdamW": adamw,
+    "amsgrad": amsgrad,
+    "groups": two_groups,
+    "SGD": sgd,
+}
 
 
 def new_sharded(
@@ -119,6 +142,7 @@ def train_and_load(sizes: Sequence[int], dtype: torch.dtype, fractions: Sequence
     "sizes, dtype, name, schedule",
     [
         ((1, 2, 2), BF16, "groups", {"early_update": "on"}),
+        ((2, 2, 2), BF16, "assigning", {}),
         slow_unless(False, (2, 2, 2), FP32, "amsgrad", {}),
         slow_unless(False, (2, 1, 2), BF16, "AdamW", {}),
         *(
