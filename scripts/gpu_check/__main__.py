@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.gpu_check.outcome import FAILED, SKIPPED, CheckSkipped, Outcome, Place
+from scripts.gpu_check.outcome import FAILED, SKIPPED, CheckSkipped, Outcome, Target
 from scripts.gpu_check.process import ROOT, run_command
 from scripts.gpu_check.report import describe_machine, last_line, write_json, write_markdown
 from scripts.gpu_check.table import CHECKS, Check
@@ -51,21 +51,21 @@ def parse_arguments(argv: Sequence[str], checks: Sequence[Check]) -> argparse.Na
     return options
 
 
-def run_check(check: Check, place: Place, limit_s: float) -> Outcome:
+def run_check(check: Check, target: Target, limit_s: float) -> Outcome:
     """The outcome of one check, in a process of its own that is ended after `limit_s` seconds."""
     try:
-        check.need(place)
+        check.need(target)
     except CheckSkipped as skipped:
         return Outcome(check.name, SKIPPED, str(skipped))
     if limit_s <= 0:
         return Outcome(check.name, FAILED, "not started: the time limit was spent before it")
-    result = place.folder / f"{check.name}.json"
+    result = target.folder / f"{check.name}.json"
     result.unlink(missing_ok=True)
     # fmt: off
     command = [sys.executable, "-m", "scripts.gpu_check.child", check.name, check.module,
-               place.as_text(), *map(str, check.options)]
+               target.as_text(), *map(str, check.options)]
     # fmt: on
-    ended = run_command(command, place.folder / f"{check.name}.log", limit_s)
+    ended = run_command(command, target.folder / f"{check.name}.log", limit_s)
     if ended.status == 0 and result.exists():
         return Outcome(**json.loads(result.read_text()))
     return Outcome(check.name, FAILED, ended.describe(limit_s), ended.seconds)
@@ -78,13 +78,13 @@ def main(argv: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     folder = options.json.parent / "gpu_check_logs"
     folder.mkdir(exist_ok=True)
-    place = Place.of_this_machine(folder)
-    limits = [place.longest_s(check.limit_s) for check in options.checks]
+    target = Target.of_this_machine(folder)
+    limits = [target.longest_s(check.limit_s) for check in options.checks]
     deadline = time.monotonic() + (options.time_limit or sum(limits))
     outcomes: list[Outcome] = []
     try:
         for check, limit_s in zip(options.checks, limits, strict=True):
-            outcomes.append(run_check(check, place, min(limit_s, deadline - time.monotonic())))
+            outcomes.append(run_check(check, target, min(limit_s, deadline - time.monotonic())))
             print(outcomes[-1].line, flush=True)
     except KeyboardInterrupt:
         print("gpu_check: interrupted; what has ended is in the files", flush=True)

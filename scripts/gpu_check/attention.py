@@ -14,7 +14,7 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
 from scripts.bench import bench_attention
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.report.records import read
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 from scripts.testbed.attention.paper_data import normal_inputs, relative_rmse
@@ -67,13 +67,13 @@ def _finite(found: torch.Tensor, true: torch.Tensor) -> tuple[torch.Tensor, torc
     return found.masked_fill(found.isneginf(), 0), true.masked_fill(true.isneginf(), 0)
 
 
-def all_errors(place: Place) -> Iterator[tuple[str, dict[str, float], float]]:
+def all_errors(target: Target) -> Iterator[tuple[str, dict[str, float], float]]:
     """Every case: what it is, its errors, and what they may be."""
-    device = torch.device(place.device)
+    device = torch.device(target.device)
     # Every kernel of the table once: to compile one takes seconds.
     kinds = [(64, torch.float16), (128, torch.bfloat16)]
     length = 700
-    if not place.is_large:
+    if not target.is_large:
         kinds, length = [(32, dtype) for dtype in TOLERANCE], 150
     if is_interpreted():
         kinds = [(32, torch.float16)]  # its products of bf16 are those of the bits as integers
@@ -88,18 +88,18 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def bench_flags(place: Place) -> list[str]:
+def bench_flags(target: Target) -> list[str]:
     """With the tiles of the table: to tune them is minutes of compiling."""
-    if place.is_large:
+    if target.is_large:
         return ["--lengths", "4096", "--dtype", "bf16", "--causal", "--device", "cuda"]
     small = ["--lengths", "64", "--heads", "2", "--groups", "1", "--head-dim", "32"]
-    return [*small, "--dtype", "fp32", "--repetitions", "1", "--device", place.device]
+    return [*small, "--dtype", "fp32", "--repetitions", "1", "--device", target.device]
 
 
-def run(place: Place) -> dict[str, Any]:
+def run(target: Target) -> dict[str, Any]:
     worst, faults = dict.fromkeys(_NAMES, 0.0), []
     number = 0
-    for what, found, limit in all_errors(place):
+    for what, found, limit in all_errors(target):
         number += 1
         worst = {name: largest([worst[name], found[name]]) for name in _NAMES}
         faults += [f"{what}: {n} {e:.1e}" for n, e in found.items() if not e <= limit]
@@ -108,9 +108,9 @@ def run(place: Place) -> dict[str, Any]:
         raise CheckFailed(f"{len(faults)} errors too large, the first in {faults[0]}", figures)
     if is_interpreted():
         return figures | {"times": "none: Triton interprets its kernels here"}
-    records = place.folder / "attention.jsonl"
+    records = target.folder / "attention.jsonl"
     records.unlink(missing_ok=True)
-    status = bench_attention.main([*bench_flags(place), "--out", str(records)])
+    status = bench_attention.main([*bench_flags(target), "--out", str(records)])
     for line in read([records]):
         figures[line["way"]] = (
             {"forward ms": 1e3 * line["forward_s"], "backward ms": 1e3 * line["backward_s"]}

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The process of one check: `python -m scripts.gpu_check.child NAME MODULE PLACE [OPTION ...]`
-writes NAME.json, an Outcome, to the folder of the place."""
+writes NAME.json, an Outcome, to the folder of the target."""
 
 import importlib
 import json
@@ -16,15 +16,15 @@ from scripts.gpu_check.outcome import (
     CheckFailed,
     CheckSkipped,
     Outcome,
-    Place,
+    Target,
 )
 
 
-def run(name: str, module: str, place: Place, options: list[int]) -> Outcome:
+def run(name: str, module: str, target: Target, options: list[int]) -> Outcome:
     """The outcome of one check; an error that it did not foresee is a failure."""
     start_s = time.monotonic()
     try:
-        figures = importlib.import_module(module).run(place, *options)
+        figures = importlib.import_module(module).run(target, *options)
         outcome = Outcome(name, PASSED, figures=figures)
     except CheckSkipped as skipped:
         outcome = Outcome(name, SKIPPED, str(skipped))
@@ -39,11 +39,11 @@ def run(name: str, module: str, place: Place, options: list[int]) -> Outcome:
 
 def main(argv: list[str]) -> int:
     name, module, text, *options = argv
-    place = Place.from_text(text)
-    outcome = run(name, module, place, [int(option) for option in options])
+    target = Target.from_text(text)
+    outcome = run(name, module, target, [int(option) for option in options])
     if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
         distributed.destroy_process_group()
-    (place.folder / f"{name}.json").write_text(json.dumps(outcome.as_dict()))
+    (target.folder / f"{name}.json").write_text(json.dumps(outcome.as_dict()))
     return 0
 
 

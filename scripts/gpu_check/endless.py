@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_asynchzp.schedule import ON_STREAMS
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.process import Ended, run_command
 
 LIMIT_S = 3.0
@@ -20,16 +20,16 @@ _START_S = 60.0
 _RUN_S = _START_S + LIMIT_S + _END_S
 
 
-def train(place: Place, schedule: str) -> Ended:
+def train(target: Target, schedule: str) -> Ended:
     command = [sys.executable, "-m", "scripts.gpu_check.endless_run"]
-    log = place.folder / f"endless_{schedule}.log"
-    return run_command([*command, schedule, place.device, str(LIMIT_S)], log, _RUN_S)
+    log = target.folder / f"endless_{schedule}.log"
+    return run_command([*command, schedule, target.device, str(LIMIT_S)], log, _RUN_S)
 
 
-def run(place: Place, schedules: Sequence[str] = ON_STREAMS) -> dict[str, Any]:
+def run(target: Target, schedules: Sequence[str] = ON_STREAMS) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with ThreadPoolExecutor() as pool:  # at the same time: they wait most of theirs
-        runs = list(pool.map(lambda schedule: train(place, schedule), schedules))
+        runs = list(pool.map(lambda schedule: train(target, schedule), schedules))
     for schedule, ended in zip(schedules, runs, strict=True):
         own = ended.own_lines
         figures[schedule] = own[0] if own else "no line"

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.toy import ToyShape, batch_of, loss_of, new_model
 from scripts.gpu_check.trainers import LoopbackTrainer
 
@@ -110,32 +110,32 @@ def covered(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return reached - min(start for start, _ in spans), busy
 
 
-def plain_times(shape: ToyShape, device: torch.device, place: Place) -> dict[str, float]:
+def plain_times(shape: ToyShape, device: torch.device, target: Target) -> dict[str, float]:
     """As `traced`, of forward and backward without the engine."""
     model = new_model(shape, device)
     batches = [batch_of(shape, 0, index, device) for index in range(_MICRO_BATCHES)]
     for _ in range(_WARM_UP):
         plain_pass(model, batches)
-    path = place.folder / "trace_plain.json"
-    return traced(lambda: plain_pass(model, batches), path, place.is_cuda)
+    path = target.folder / "trace_plain.json"
+    return traced(lambda: plain_pass(model, batches), path, target.is_cuda)
 
 
-def run(place: Place, rounds: int = _ROUNDS) -> dict[str, Any]:
-    device = torch.device(place.device)
+def run(target: Target, rounds: int = _ROUNDS) -> dict[str, Any]:
+    device = torch.device(target.device)
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
-    shape = large_shape() if place.is_large else replace(small_shape(), depth=3)
-    figures["plain process"] = plain_times(shape, device, place)
+    shape = large_shape() if target.is_large else replace(small_shape(), depth=3)
+    figures["plain process"] = plain_times(shape, device, target)
     for schedule in ON_STREAMS:
         added = added_us(schedule, device, rounds)
         trainer, batches = new_trainer(shape, schedule, device)
         for _ in range(_WARM_UP):
             trainer.step(batches)
-        path = place.folder / f"trace_{schedule}.json"
-        times = traced(lambda: trainer.step(batches), path, place.is_cuda)  # noqa: B023
+        path = target.folder / f"trace_{schedule}.json"
+        times = traced(lambda: trainer.step(batches), path, target.is_cuda)  # noqa: B023
         trainer.close()
         figures[schedule] = {"host us per unit and micro-batch": added, **times}
-        if place.is_large and added > LIMIT_US:
+        if target.is_large and added > LIMIT_US:
             text = f"{added:.0f} host us per unit and micro-batch, more than {LIMIT_US:g}"
             raise CheckFailed(f"{schedule}: {text}", figures)
     return figures

@@ -13,7 +13,7 @@ import torch
 
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback_world import LoopbackWorld
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.poison import poisoned_places
 from scripts.gpu_check.toy import ToyShape, batch_of
 from scripts.gpu_check.trainers import LoopbackTrainer, PlainTrainer
@@ -122,8 +122,8 @@ def choose_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def run(place: Place) -> dict[str, Any]:
+def run(target: Target) -> dict[str, Any]:
     choose_deterministic_kernels()
-    shapes = variants(place.is_large)
+    shapes = variants(target.is_large)
     chosen = [(case, shapes[case.variant]) for case in cases(list(shapes))]
-    return run_cases(chosen, torch.device(place.device))
+    return run_cases(chosen, torch.device(target.device))

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
-from scripts.gpu_check.outcome import CheckSkipped, Place
+from scripts.gpu_check.outcome import CheckSkipped, Target
 from scripts.testbed.megatron_flags import shape_flags, size_flags
 
 STEPS, MICRO_BATCHES = 12, 2
@@ -44,19 +44,19 @@ RECIPES = {
 # fmt: on
 
 
-def run(place: Place, number: int) -> dict[str, Any]:
+def run(target: Target, number: int) -> dict[str, Any]:
     """number: of the recipe."""
     name, recipe = list(RECIPES.items())[number]
     _need(recipe.capability)
-    ranks = min(2, place.num_gpus)
+    ranks = min(2, target.num_gpus)
     # Layers whose sides are multiples of the largest block.
-    wide = [] if place.is_large else shape_flags(layers=2, hidden=128, seq_length=128)
+    wide = [] if target.is_large else shape_flags(layers=2, hidden=128, seq_length=128)
     base = training_flags(
-        place, STEPS, MICRO_BATCHES * ranks, *recipe.flags, *wide, *_LIKE_ON_ALL_DEVICES
+        target, STEPS, MICRO_BATCHES * ranks, *recipe.flags, *wide, *_LIKE_ON_ALL_DEVICES
     )
     own = [*base, *recipe.own, *size_flags((ranks, ranks, ranks))]
-    stock = run_pretrain(place, f"{name}_stock", ranks, base, _RUN_LIMIT_S)
-    ours = run_pretrain(place, f"{name}_ours", ranks, own, _RUN_LIMIT_S)
+    stock = run_pretrain(target, f"{name}_stock", ranks, base, _RUN_LIMIT_S)
+    ours = run_pretrain(target, f"{name}_ours", ranks, own, _RUN_LIMIT_S)
     first = require_equal("first loss", ours.losses[:1], stock.losses[:1], FIRST_LOSS_TOLERANCE)
     return {
         "ranks": ranks,

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.gpu_check.measured_pretrain import COUNTED_STEPS
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.process import ROOT, Ended, run_command
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import flags_of, shape_flags
@@ -43,14 +43,14 @@ class GptShape:
     vocab: int = 127
 
 
-def gpt_shape(place: Place) -> GptShape:
+def gpt_shape(target: Target) -> GptShape:
     """Large enough for a device to be busy, small enough to start in seconds."""
-    return GptShape(8, 1024, 16, 1024, 4, 8191) if place.is_large else GptShape()
+    return GptShape(8, 1024, 16, 1024, 4, 8191) if target.is_large else GptShape()
 
 
-def training_flags(place: Place, steps: int, global_batch: int, *more: str) -> list[str]:
+def training_flags(target: Target, steps: int, global_batch: int, *more: str) -> list[str]:
     """Megatron's flags of a GPT on mock data; of a flag that appears twice the last one counts."""
-    shape = gpt_shape(place)
+    shape = gpt_shape(target)
     values = {
         "micro-batch-size": shape.batch,
         "global-batch-size": global_batch * shape.batch,
@@ -69,9 +69,9 @@ def training_flags(place: Place, steps: int, global_batch: int, *more: str) -> l
         "log-interval": 1,
         "num-workers": 0,
         "distributed-timeout-minutes": 2,
-        "distributed-backend": "nccl" if place.is_cuda else "gloo",
+        "distributed-backend": "nccl" if target.is_cuda else "gloo",
     }
-    has_te = place.is_cuda and find_spec("transformer_engine") is not None
+    has_te = target.is_cuda and find_spec("transformer_engine") is not None
     has_apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     of_te = [] if has_apex else ["--no-gradient-accumulation-fusion"]
     size = shape_flags(shape.layers, shape.width, shape.sequence, shape.heads)
@@ -90,7 +90,7 @@ class Run:
 
 
 def run_pretrain(
-    place: Place,
+    target: Target,
     name: str,
     ranks: int,
     flags: Sequence[str],
@@ -99,16 +99,16 @@ def run_pretrain(
 ) -> Run:
     """Train on `ranks` ranks of this machine. Raises CheckFailed for a run that does not end, or
     not with status 0; its log is NAME.log. limit_s: on a large device."""
-    limit_s, records = place.longest_s(limit_s), place.folder / name
+    limit_s, records = target.longest_s(limit_s), target.folder / name
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()
     # fmt: off
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc-per-node", str(ranks), "-m", "scripts.gpu_check.measured_pretrain", *flags]
     # fmt: on
-    shipped = shipped_environment(flags) if place.is_cuda else {"GLOO_SOCKET_IFNAME": "lo"}
+    shipped = shipped_environment(flags) if target.is_cuda else {"GLOO_SOCKET_IFNAME": "lo"}
     given = {"GPU_CHECK_RECORDS": str(records), **shipped, **(env or {})}
-    ended = run_command(command, place.folder / f"{name}.log", limit_s, given)
+    ended = run_command(command, target.folder / f"{name}.log", limit_s, given)
     if ended.status != 0:
         raise CheckFailed(f"{name}: {_first_words(ended, limit_s)}")
     return _read(records, ranks)

@@ -13,7 +13,7 @@ import torch
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import SIZES, WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.toy import ToyShape, batch_of
 from scripts.gpu_check.trainers import LoopbackTrainer
 
@@ -91,12 +91,12 @@ def excess(grown: dict[str, int], totals: dict[str, int]) -> list[str]:
 
 
 def run(
-    place: Place,
+    target: Target,
     steps: int = STEPS,
     evaluations: int = EVALUATIONS,
     schedules: Sequence[str] = ON_STREAMS,
 ) -> dict[str, Any]:
-    device = torch.device(place.device)
+    device = torch.device(target.device)
     figures, faults = {}, []
     for schedule in schedules:
         grown = measure(schedule, device, steps, evaluations)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
-from scripts.gpu_check.outcome import Place
+from scripts.gpu_check.outcome import Target
 from scripts.testbed.megatron_flags import size_flags
 
 RANKS, STEPS, MICRO_BATCHES = 4, 20, 4
@@ -22,7 +22,7 @@ _RUN_LIMIT_S = 120.0
 
 
 def run(
-    place: Place,
+    target: Target,
     ways: Mapping[str, tuple[str, ...]] = WAYS,
     connections: tuple[int, ...] = CONNECTIONS,
     steps: int = STEPS,
@@ -31,14 +31,14 @@ def run(
     variables that are shipped."""
     figures: dict[str, Any] = {}
     for way, flags in ways.items():
-        base = training_flags(place, steps, 2 * MICRO_BATCHES, *flags)
+        base = training_flags(target, steps, 2 * MICRO_BATCHES, *flags)
         env = {"GPU_CHECK_CONNECTIONS": "1"}
-        stock = run_pretrain(place, f"{way}_stock", RANKS, base, _RUN_LIMIT_S, env)
+        stock = run_pretrain(target, f"{way}_stock", RANKS, base, _RUN_LIMIT_S, env)
         for number in connections:
             name = f"{way}_{number}_connections"
             env = {"GPU_CHECK_CONNECTIONS": str(number), "GPU_CHECK_DELAY_S": str(LONGEST_DELAY_S)}
             ours = run_pretrain(
-                place, name, RANKS, [*base, *size_flags((2, 2, 2))], _RUN_LIMIT_S, env
+                target, name, RANKS, [*base, *size_flags((2, 2, 2))], _RUN_LIMIT_S, env
             )
             figures[name] = {
                 "losses apart": require_equal(name, ours.losses, stock.losses, TOLERANCE),

@@ -6,7 +6,7 @@ with priorities."""
 import statistics
 from typing import Any
 
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.process import run_command
 from scripts.report.megatron_log import Iteration, parse_log
 
@@ -25,11 +25,11 @@ FIRST_LOSS_TOLERANCE = 1e-2
 _RUN_LIMIT_S = 420.0
 
 
-def run_row(place: Place, name: str, steps: int = STEPS) -> list[Iteration]:
+def run_row(target: Target, name: str, steps: int = STEPS) -> list[Iteration]:
     """The steps that one run of launch.sh printed. Raises CheckFailed."""
     row, env = RUNS[name]
     more = ["--train-iters", str(steps), "--eval-iters", "0"]
-    log = place.folder / f"node_row_{name.replace(', ', '_').replace(' ', '_')}.log"
+    log = target.folder / f"node_row_{name.replace(', ', '_').replace(' ', '_')}.log"
     command = ["bash", "scripts/train/launch.sh", row, "--", *more]
     ended = run_command(command, log, _RUN_LIMIT_S, env)
     found = parse_log(ended.lines)
@@ -42,12 +42,12 @@ def median_ms(found: list[Iteration]) -> float:
     return statistics.median(step.step_ms for step in found[SKIPPED_STEPS:])
 
 
-def run(place: Place) -> dict[str, Any]:
+def run(target: Target) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    stock = run_row(place, "stock")
+    stock = run_row(target, "stock")
     figures["stock"] = {"step ms": median_ms(stock)}
     for name in list(RUNS)[1:]:
-        ours = run_row(place, name)
+        ours = run_row(target, name)
         exposed = [step.exposed_comm_ms for step in ours[SKIPPED_STEPS:]]
         figures[name] = {
             "step ms": median_ms(ours),

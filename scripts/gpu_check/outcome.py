@@ -30,7 +30,7 @@ class CheckSkipped(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """Where a check runs.
 
     device: "cuda", "npu" or "cpu"; num_gpus: how many GPUs or NPUs there are; folder: for logs and
@@ -58,7 +58,7 @@ class Place:
             raise CheckSkipped(f"needs {number} {what}, this machine has {self.num_gpus}")
 
     @classmethod
-    def of_this_machine(cls, folder: Path) -> "Place":
+    def of_this_machine(cls, folder: Path) -> "Target":
         import torch
 
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -72,9 +72,9 @@ class Place:
         return json.dumps({**asdict(self), "folder": str(self.folder)})
 
     @classmethod
-    def from_text(cls, text: str) -> "Place":
-        place = cls(**json.loads(text))
-        return replace(place, folder=Path(place.folder))
+    def from_text(cls, text: str) -> "Target":
+        target = cls(**json.loads(text))
+        return replace(target, folder=Path(target.folder))
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_asynchzp.schedule import AUTO
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
-from scripts.gpu_check.outcome import Place
+from scripts.gpu_check.outcome import Target
 from scripts.testbed.megatron_flags import size_flags
 
 STEPS = 6
@@ -20,10 +20,10 @@ _SCHEDULES = (AUTO, "inline")
 _RUN_LIMIT_S = 120.0
 
 
-def run(place: Place, ranks: int) -> dict[str, Any]:
-    base = training_flags(place, STEPS, 2 * ranks)
-    stock = run_pretrain(place, f"parity_{ranks}_stock", ranks, base, _RUN_LIMIT_S)
-    again = run_pretrain(place, f"parity_{ranks}_stock_again", ranks, base, _RUN_LIMIT_S)
+def run(target: Target, ranks: int) -> dict[str, Any]:
+    base = training_flags(target, STEPS, 2 * ranks)
+    stock = run_pretrain(target, f"parity_{ranks}_stock", ranks, base, _RUN_LIMIT_S)
+    again = run_pretrain(target, f"parity_{ranks}_stock_again", ranks, base, _RUN_LIMIT_S)
     noise = max(
         require_equal("losses of two runs of stock", again.losses, stock.losses, MOST_NOISE),
         require_equal("norms of two runs of stock", again.grad_norms, stock.grad_norms, MOST_NOISE),
@@ -33,7 +33,7 @@ def run(place: Place, ranks: int) -> dict[str, Any]:
     for sizes, schedule in zip(SIZES[ranks], _SCHEDULES):
         name = f"parity_{ranks}_{'_'.join(map(str, sizes))}_{schedule}"
         flags = [*base, *size_flags(sizes), "--asynchzp-schedule", schedule]
-        ours = run_pretrain(place, name, ranks, flags, _RUN_LIMIT_S)
+        ours = run_pretrain(target, name, ranks, flags, _RUN_LIMIT_S)
         figures[name] = {
             "losses apart": require_equal(f"{name}, losses", ours.losses, stock.losses, limit),
             "norms apart": require_equal(

@@ -6,7 +6,7 @@ import shutil
 from typing import Any
 
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.testbed.megatron_flags import size_flags
 
 STEPS, SAVED_STEP, MICRO_BATCHES = 12, 6, 2
@@ -19,16 +19,16 @@ WAIT_BUDGET = 0
 _RUN_LIMIT_S = 90.0
 
 
-def run(place: Place) -> dict[str, Any]:
-    folder = place.folder / "pretrain_checkpoints"
+def run(target: Target) -> dict[str, Any]:
+    folder = target.folder / "pretrain_checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
-    base = training_flags(place, STEPS, MICRO_BATCHES, "--bf16")
+    base = training_flags(target, STEPS, MICRO_BATCHES, "--bf16")
     own = [*base, *size_flags((1, 1, 1))]
     saved = [*own, "--save", str(folder), "--save-interval", str(SAVED_STEP)]
     loaded = [*own, "--load", str(folder), "--ckpt-step", str(SAVED_STEP)]
-    stock = run_pretrain(place, "pretrain_stock", 1, base, _RUN_LIMIT_S)
-    ours = run_pretrain(place, "pretrain_ours", 1, saved, _RUN_LIMIT_S)
-    again = run_pretrain(place, "pretrain_resumed", 1, loaded, _RUN_LIMIT_S)
+    stock = run_pretrain(target, "pretrain_stock", 1, base, _RUN_LIMIT_S)
+    ours = run_pretrain(target, "pretrain_ours", 1, saved, _RUN_LIMIT_S)
+    again = run_pretrain(target, "pretrain_resumed", 1, loaded, _RUN_LIMIT_S)
     shutil.rmtree(folder, ignore_errors=True)
     require_equal("first loss", ours.losses[:1], stock.losses[:1], FIRST_LOSS_TOLERANCE)
     # Of the same parameters; backward need not give the same bits twice, so later ones may differ.
@@ -47,7 +47,7 @@ def run(place: Place) -> dict[str, Any]:
         "more waits than stock": waits,
         "our waits": ours.waits,
     }
-    if place.is_large and not ratio <= MOST_RATIO:
+    if target.is_large and not ratio <= MOST_RATIO:
         raise CheckFailed(f"a step takes {ratio:.2f} times as long as stock's", figures)
     if waits > WAIT_BUDGET:
         raise CheckFailed(f"{waits:g} more implicit waits per step than stock", figures)

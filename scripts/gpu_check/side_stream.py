@@ -14,12 +14,12 @@ from scripts.gpu_check.loopback import (
     run_cases,
     variants,
 )
-from scripts.gpu_check.outcome import Place
+from scripts.gpu_check.outcome import Target
 
 
-def run(place: Place) -> dict[str, Any]:
+def run(target: Target) -> dict[str, Any]:
     choose_deterministic_kernels()
-    plain = variants(place.is_large)["plain"]
-    shape = replace(plain, has_side_stream=True, late_s=LONGEST_DELAY_S[place.device])
+    plain = variants(target.is_large)["plain"]
+    shape = replace(plain, has_side_stream=True, late_s=LONGEST_DELAY_S[target.device])
     chosen = [(case, shape) for case in cases(["side stream"])]
-    return run_cases(chosen, torch.device(place.device))
+    return run_cases(chosen, torch.device(target.device))

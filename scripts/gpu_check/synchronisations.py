@@ -12,7 +12,7 @@ import torch
 
 from megatron_asynchzp.schedule import ON_STREAMS
 from scripts.gpu_check.host_time import new_trainer, small_shape
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 
 # Per step, from its begin to the next one's first gathers. The optimizer of this check waits for
 # nothing: whatever is found is the engine's.
@@ -46,8 +46,8 @@ def per_step(step: Callable[[], Any], places: Counter[str]) -> float:
     return places.total() / _STEPS
 
 
-def run(place: Place) -> dict[str, Any]:
-    device, figures, faults = torch.device(place.device), {}, []
+def run(target: Target) -> dict[str, Any]:
+    device, figures, faults = torch.device(target.device), {}, []
     for schedule in ON_STREAMS:
         trainer, batches = new_trainer(small_shape(), schedule, device)
         where: Counter[str] = Counter()

@@ -5,14 +5,14 @@
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from scripts.gpu_check.outcome import CheckSkipped, Place
+from scripts.gpu_check.outcome import CheckSkipped, Target
 
 _MEGATRON_ON_NPUS = "it starts Megatron without what scripts/train/on_ascend.py brings"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: `run(place)` of a module, in a process of its own.
+    """One check: `run(target)` of a module, in a process of its own.
 
     The function returns the figures of a check that passed, and raises CheckFailed or CheckSkipped.
 
@@ -32,14 +32,14 @@ class Check:
     trains_megatron: bool = False
     not_on_npus: str = ""
 
-    def need(self, place: Place) -> None:
+    def need(self, target: Target) -> None:
         """Raise CheckSkipped, with the reason, where it cannot run."""
-        if place.device == "npu" and self.not_on_npus:
+        if target.device == "npu" and self.not_on_npus:
             raise CheckSkipped(f"not for NPUs: {self.not_on_npus}")
         if self.trains_megatron and not _has_megatron():
             raise CheckSkipped("needs megatron.training: pip install megatron_asynchzp[megatron]")
-        if place.device != "cpu":
-            place.need_gpus(self.gpus)
+        if target.device != "cpu":
+            target.need_gpus(self.gpus)
         elif not self.on_cpu:
             what = "a GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
             raise CheckSkipped(f"needs {what}, this machine has none")

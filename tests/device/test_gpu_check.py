@@ -17,7 +17,7 @@ import torch
 from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.comm.task import Task
 from scripts.gpu_check import loopback, synchronisations
-from scripts.gpu_check.outcome import Place
+from scripts.gpu_check.outcome import Target
 from scripts.gpu_check.table import CHECKS, RECIPE_NAMES
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.te.environment import te_folder
@@ -129,5 +129,5 @@ def test_the_loopback_world_finds_faults_that_only_a_device_shows(worlds: Device
 
 
 def test_the_engine_never_holds_the_host_within_a_step(worlds: DeviceWorlds, tmp_path: Path):
-    [figures] = worlds.run(synchronisations.run, 1, Place("cuda", 1, tmp_path))
+    [figures] = worlds.run(synchronisations.run, 1, Target("cuda", 1, tmp_path))
     assert [found["per step"] for found in figures.values()] == [0.0, 0.0]

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 
-from scripts.gpu_check.outcome import CheckFailed, CheckSkipped, Place
+from scripts.gpu_check.outcome import CheckFailed, CheckSkipped, Target
 
 PASSES, FAILS, SKIPS, RAISES, CRASHES, HANGS = range(6)
 
 
-def run(place: Place, how: int) -> dict:
+def run(target: Target, how: int) -> dict:
     if how == FAILS:
         raise CheckFailed("two is\nnot three", {"found": 2})
     if how == SKIPS:
@@ -25,6 +25,6 @@ def run(place: Place, how: int) -> dict:
     if how == HANGS:
         sleep = "import time; time.sleep(600)"
         below = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
-        (place.folder / "below").write_text(str(below.pid))
+        (target.folder / "below").write_text(str(below.pid))
         time.sleep(600)
     return {"found": 3}

@@ -10,15 +10,15 @@ import torch
 from megatron_asynchzp.comm.task import Task
 from scripts.gpu_check import endless, loopback, megatron_runs, memory
 from scripts.gpu_check.loopback import Case, first_difference, train_both
-from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.outcome import CheckFailed, Target
 
 CPU = torch.device("cpu")
 SHAPES = loopback.variants(is_large=False)
 
 
 @pytest.fixture
-def place(tmp_path) -> Place:
-    return Place("cpu", 0, tmp_path)
+def target(tmp_path) -> Target:
+    return Target("cpu", 0, tmp_path)
 
 
 # ---- loopback
@@ -53,7 +53,7 @@ def test_a_wait_that_is_left_out_is_found(lane):
 # ---- memory, endless
 
 
-def test_memory_that_a_step_leaves_behind_is_found(place):
+def test_memory_that_a_step_leaves_behind_is_found(target):
     kept: list[torch.Tensor] = []
     step = memory.LoopbackTrainer.step
 
@@ -61,14 +61,14 @@ def test_memory_that_a_step_leaves_behind_is_found(place):
         kept.append(torch.zeros(3))
         return step(self, batches)
 
-    assert memory.run(place, 12, 5, ["inline"])
+    assert memory.run(target, 12, 5, ["inline"])
     with mock.patch.object(memory.LoopbackTrainer, "step", leaking_step):
         with pytest.raises(CheckFailed, match="inline, steps: tensors by 10"):
-            memory.run(place, 12, 4, ["inline"])
+            memory.run(target, 12, 4, ["inline"])
 
 
-def test_an_endless_collective_is_one_line(place):
-    figures = endless.run(place, ["threaded"])
+def test_an_endless_collective_is_one_line(target):
+    figures = endless.run(target, ["threaded"])
     assert "failed: not finished after 3 s" in figures["threaded"]
 
 
