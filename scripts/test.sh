@@ -37,11 +37,11 @@ types=(--no-types)
 # Once, and not in each of the processes below; where it cannot be built its tests are skipped.
 "$PYTHON" -m scripts.testbed.device.build || true
 "$PYTHON" -m scripts.testbed.device.npu.build || true  # brings torch_npu, 43 MB
-# Four processes share the fast tests, where pytest-xdist is there: a test waits about half of its
+# Three processes share the fast tests, where pytest-xdist is there: a test waits about half of its
 # time for its ranks. The slow tests run alone: they start 8 ranks at once.
 workers=()
 if ((${#selection[@]} > 0)) && "$PYTHON" -c "import xdist" 2>/dev/null; then
-    workers=(-n 4 --dist worksteal)
+    workers=(-n 3 --dist worksteal)
 fi
 "$PYTHON" -m pytest "${selection[@]}" "${workers[@]}" --durations=10 || status=$?
 status=$((status ? status : lint))

@@ -154,9 +154,9 @@ def train_and_load(sizes: Sequence[int], dtype: torch.dtype, fractions: Sequence
     ],
 )
 def test_losses_norms_weights_and_states_are_those_without_it(sizes, dtype, name, schedule):
-    for found in run_ranks(train_each, 2, sizes, dtype, name, (0, 0.01, 0.5, 1), schedule):
+    for found in run_ranks(train_each, 2, sizes, dtype, name, (0, 0.01, 1), schedule):
         nums = [num for num, _ in found]
-        assert nums[0] == 0 and nums[1] == 1 and 1 < nums[2] < nums[3]
+        assert nums[0] == 0 and nums[1] == 1 < nums[2]
         assert all(seen == found[0][1] for _, seen in found)
 
 

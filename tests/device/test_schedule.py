@@ -67,7 +67,7 @@ def added_and_exposed(
 @pytest.mark.parametrize("synchronizes", [slow_unless(False, False), slow_unless(True, True)])
 @pytest.mark.parametrize(
     ("nodes", "ranks", "queues"),
-    [slow_unless(False, 2, 2, "1"), slow_unless(True, 1, 4, "1"), slow_unless(False, 2, 2, "32")],
+    [slow_unless(False, 2, 2, "1"), slow_unless(True, 1, 2, "1"), slow_unless(False, 1, 4, "1")],
 )
 def test_exposed_communication_is_what_a_step_takes_more_than_its_computation(
     worlds: DeviceWorlds, nodes: int, ranks: int, queues: str, synchronizes: bool

@@ -110,6 +110,7 @@ def gradients_in_bf16() -> list[tuple[set, list]]:
     return [(run.inspected, run.losses) for run in runs]
 
 
+@pytest.mark.slow  # on the engine it is fast, in tests/zero/test_grad_dtype.py
 def test_the_flags_for_gradients_in_bf16_change_what_travels_and_stays_and_hardly_the_losses():
     for found in on_ranks(gradients_in_bf16, 4):
         (_, exact), (travels, rounded), (stays, kept) = found

@@ -54,6 +54,7 @@ def _kept() -> list[int]:
     return [_kept_in(1), _kept_in(2)]
 
 
+@pytest.mark.slow  # what ranks keep is fast, in tests/zero/test_staying.py
 def test_a_run_keeps_parameters_in_what_is_left_from_its_second_step_on():
     for first, second in on_ranks(_kept, 2):
         assert first == 0 < second
