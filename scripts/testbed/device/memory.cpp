@@ -158,8 +158,7 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const vo
 // Within a copy on the stream, of `size` bytes from the device's host or to it.
 EXPORT void asynchzp_device_carry(void* stream, size_t size, bool is_to_host) {
   const Engine engine = is_to_host ? Engine::copies_out : Engine::copies_in;
-  if (is_time_stated())
-    occupy(stream_of(stream)->device, engine, size / links().host_nbytes_per_s);
+  if (is_time_stated()) occupy(stream_of(stream)->device, engine, size / links().host_nbytes_per_s);
 }
 
 // Runtime API, "API synchronization behavior": a copy from pageable memory is staged before the
