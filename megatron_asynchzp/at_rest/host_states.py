@@ -93,10 +93,8 @@ class _UnitStates:
                 own[key] = self.there[kind][part]
 
     def take_assigned(self) -> None:
-        """An optimizer may have assigned to the data of its parameters."""
-        for param, part in (
-            zip(self.params, self._parts, strict=True) if _MAIN in self.there else ()
-        ):
+        """Copy main parameters from where an optimizer that assigns to their data has put them."""
+        for param, part in zip(self.params, self._parts, strict=True):
             if param.data_ptr() != (own := self.there[_MAIN][part]).data_ptr():
                 own.copy_(param.data)
 
@@ -227,8 +225,8 @@ class HostStates:
             held.point_there(self._optimizer.state)
             of_params = [(one, group_of[one]) for one in held.params if one in group_of]
             step_beside(self._optimizer, of_params)
-            held.take_assigned()
             if _MAIN in held.there:
+                held.take_assigned()
                 held.unit.cast_main_param(held.there[_MAIN])
             self._send_back(held)
             for param in held.params:

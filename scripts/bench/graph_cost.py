@@ -51,13 +51,13 @@ class _Model(nn.Module):
         return x
 
 
-def measure(systems: Sequence[str], num_params: int) -> dict[str, tuple[float, float, float]]:
+def measure(systems: Sequence[str], num_params: int) -> dict[str, dict[str, float]]:
     """By system: microseconds of forward and of backward that the threads which issue them take of
     a core for a layer and micro-batch, medians over the steps, and the loss of the last one."""
     return {system: _measured(system, num_params) for system in systems}
 
 
-def _measured(system: str, num_params: int) -> tuple[float, float, float]:
+def _measured(system: str, num_params: int) -> dict[str, float]:
     model = _Model(num_params).cuda()
     begin: Callable[[], Any] = model.zero_grad
     runtime: HZPRuntime | None = None
@@ -83,8 +83,11 @@ def _measured(system: str, num_params: int) -> tuple[float, float, float]:
     if runtime is not None:
         runtime.sync_grads()
         runtime.detach()
-    forward, backward = zip(*times[_WARM_UP:], strict=True)
-    return *(1e6 * statistics.median(one) / _LAYERS for one in (forward, backward)), loss.item()
+    forward_us, backward_us = (
+        1e6 * statistics.median(one) / _LAYERS for one in zip(*times[_WARM_UP:], strict=True)
+    )
+    found = {"forward_us": forward_us, "backward_us": backward_us}
+    return found | {"total_us": forward_us + backward_us, "loss": loss.item()}
 
 
 def _sharded(model: _Model, is_seated: bool) -> HZPRuntime:

@@ -9,10 +9,10 @@ What the threads that issue work take of a core; the device's own work is on oth
 """
 
 import argparse
-import statistics
 from pathlib import Path
 
 from scripts.bench.graph_cost import SYSTEMS, measure
+from scripts.bench.host_cost import summary
 from scripts.report.records import append
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.machine import machine_record
@@ -35,15 +35,9 @@ def main() -> None:
             ]
             for system in SYSTEMS:
                 runs = [one[system] for one in found]
-                totals = [forward + backward for forward, backward, _ in runs]
                 record = {"kind": "graph_host_cost", "system": system, "params": params}
-                record |= {"forward_us": round(statistics.median(run[0] for run in runs), 1)}
-                record |= {"backward_us": round(statistics.median(run[1] for run in runs), 1)}
-                record |= {"total_us": round(statistics.median(totals), 1)}
-                record |= {"fastest_us": round(min(totals), 1), "slowest_us": round(max(totals), 1)}
-                record |= {"loss": runs[0][2], "repetitions": len(runs)}
-                records.append(record)
-                print(record, flush=True)
+                records.append(record | summary(runs) | {"loss": runs[0]["loss"]})
+                print(records[-1], flush=True)
     if args.out:
         append(args.out, machine_record(), *records)
 

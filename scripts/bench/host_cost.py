@@ -40,6 +40,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
+from scripts.report.records import append
 from scripts.testbed.machine import machine_record
 
 _ROOT = Path(__file__).parents[2]
@@ -260,13 +261,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     medians = {
         key: round(statistics.median(row[key] for row in rows), 1)
         for key in ("forward_us", "backward_us", "total_us", "device_calls")
+        if key in rows[0]
     }
     return {
         **medians,
         "fastest_us": round(min(totals), 1),
         "slowest_us": round(max(totals), 1),
         "repetitions": len(rows),
-        "calls": rows[-1]["calls"],
     }
 
 
@@ -296,10 +297,10 @@ def main() -> None:
             name = system if checkout == _ROOT else f"{system}, {checkout.name}"
             what = {"system": name, "params": num_params}
             records.append({"kind": "host_cost", **what, **summary(of_system)})
+            records[-1]["calls"] = of_system[-1]["calls"]
             print(json.dumps(records[-1]), flush=True)
     if options.out is not None:
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        append(options.out, *records)
 
 
 if __name__ == "__main__":
