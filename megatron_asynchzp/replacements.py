@@ -10,6 +10,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _ABSENT = object()
+# Packages that Megatron imports and that do not import it hold most of the names of a process. To
+# look at one a forked rank copies its page.
+_CANNOT_COPY = sys.stdlib_module_names | {
+    *("mpmath", "networkx", "numpy", "pydantic", "sympy", "torch", "transformers", "triton"),
+}
 
 
 class Replaced(NamedTuple):
@@ -32,7 +37,7 @@ class Replaced(NamedTuple):
 class Replacements:
     """Replaces attributes of modules and classes, and puts every one back by identity.
 
-    package: where copies are looked for; "" means every loaded module.
+    package: where copies are looked for; "" means every loaded module that may import Megatron.
 
     After `from package import name` the importing module keeps the old object, whatever happens to
     the package. `follow_copies` replaces such copies too. `restore` also finds copies of the
@@ -109,6 +114,7 @@ class Replacements:
             (module, name, news[id(value)])
             for module_name, module in list(sys.modules.items())
             if isinstance(module, ModuleType) and (module_name + ".").startswith(self._prefix)
+            if module_name.partition(".")[0] not in _CANNOT_COPY
             if self._followed.get(module_name) is not module
             for name, value in list(vars(module).items())
             if type(value) in types and getattr(value, "__name__", None) in names

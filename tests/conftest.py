@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """What holds for all tests: those marked gpu are skipped, with the reason, where there is none;
-Ctrl-C, which some send to what they start, is not ignored; ranks find Megatron imported; and the
-collector looks at what tests make alone."""
+Ctrl-C, which some send to what they start, is not ignored; ranks find Megatron imported; every
+process computes on one thread; and the collector looks at what tests make alone."""
 
 import gc
+import os
 import signal
 
 import pytest
@@ -13,6 +14,8 @@ from scripts.testbed import ranks
 
 # What a shell starts in the background ignores Ctrl-C, and so does all that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Several processes share the cores: threads that wait for each other would take them in turn.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 ranks.preload(["scripts.testbed.preload_megatron"])
 
 
