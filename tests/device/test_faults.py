@@ -45,7 +45,7 @@ A_HANDFUL = {
 }
 
 
-@pytest.mark.parametrize("faults", some_and_rest(A_HANDFUL, [*A_HANDFUL][3:]))
+@pytest.mark.parametrize("faults", some_and_rest(A_HANDFUL, [*A_HANDFUL][4:]))
 def test_a_fault_of_the_device_path_is_noticed_and_by_whom_it_is_to_be(
     worlds: DeviceWorlds, faults: list[Fault]
 ):

@@ -22,7 +22,7 @@ MOST = 1.10
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "queues"),
-    [slow_unless(True, 2, 2, "1"), slow_unless(False, 1, 4, "1"), slow_unless(False, 2, 2, "32")],
+    [(1, 2, "1"), *(slow_unless(False, *one) for one in ((2, 2, "1"), (1, 4, "1"), (2, 2, "32")))],
 )
 def test_a_step_of_the_default_schedule_takes_at_most_a_tenth_longer_than_its_computation(
     worlds: DeviceWorlds, nodes: int, ranks: int, queues: str

@@ -131,12 +131,20 @@ def compare_with_late(cases: Iterable[tuple], chosen: Sequence[int], ways: Seque
 
 
 FAST_CASES = [((2, 2, 4), FP32, TIED), ((1, 2, 4), BF16, {}), ((1, 1, 2), FP32, RECOMPUTED)]
-FAST_WAYS = [("threaded", True), ("main-thread", False)]
+# Of the first a third is sent where there is room; of the second, in bf16, nothing unless forced.
+FAST_WAYS = [("main-thread", False), ("threaded", True)]
 FAST_FATES = [PASSES, IS_CLIPPED, PASSES, EVALUATES, IS_SKIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, PASSES]
 
 
+def compare_in_turn(cases: Sequence[tuple], ways: Sequence[tuple]) -> bool:
+    """Each case in one of the ways."""
+    return all(
+        compare_with_late([case], FAST_FATES, [way]) for case, way in zip(cases, ways, strict=True)
+    )
+
+
 def test_the_bits_are_those_of_an_update_after_the_norm_whatever_becomes_of_a_step():
-    assert all(run_ranks(compare_with_late, 4, FAST_CASES[:2], FAST_FATES, FAST_WAYS))
+    assert all(run_ranks(compare_in_turn, 4, FAST_CASES[:2], FAST_WAYS))
 
 
 @pytest.mark.slow
