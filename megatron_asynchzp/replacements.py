@@ -10,11 +10,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _ABSENT = object()
-# Packages that Megatron imports and that do not import it hold most of the names of a process. To
-# look at one a forked rank copies its page.
-_CANNOT_COPY = sys.stdlib_module_names | {
-    *("mpmath", "networkx", "numpy", "pydantic", "sympy", "torch", "transformers", "triton"),
-}
+# Megatron imports them, they do not import it: most names, a page to copy for a forked rank each.
+_OTHERS = "cuda huggingface_hub mpmath networkx numpy omegaconf pydantic rich sympy tensorboard"
+_CANNOT_COPY = {*sys.stdlib_module_names, *_OTHERS.split(), "torch", "transformers", "wandb"}
 
 
 class Replaced(NamedTuple):
@@ -39,9 +37,8 @@ class Replacements:
 
     package: where copies are looked for; "" means every loaded module that may import Megatron.
 
-    After `from package import name` the importing module keeps the old object, whatever happens to
-    the package. `follow_copies` replaces such copies too. `restore` also finds copies of the
-    replacements, which modules imported in the meantime have made.
+    After `from package import name` the importing module keeps the old object: `follow_copies`
+    replaces such copies too. `restore` also finds copies that were made of the replacements.
     """
 
     def __init__(self, package: str = ""):
@@ -67,7 +64,8 @@ class Replacements:
 
     def follow_copies(self) -> int:
         """Replace the copies by name in loaded modules; returns how many there were."""
-        swaps = [(e.seen, e.replacement) for e in self._entries if _is_code(e.seen)]
+        # Identity means something: True, 0 and None are shared by everyone.
+        swaps = [(e.seen, e.replacement) for e in self._entries if callable(e.seen)]
         self._followed.clear()
         copies = self._find_copies(swaps)
         for module, name, replacement in copies:
@@ -87,7 +85,7 @@ class Replacements:
         originals = [
             (e.replacement, e.seen)
             for e in self._entries
-            if _is_code(e.replacement) and e.seen is not _ABSENT
+            if callable(e.replacement) and e.seen is not _ABSENT
         ]
         while self._entries:
             entry = self._entries.pop()
@@ -102,8 +100,7 @@ class Replacements:
     def _find_copies(self, swaps: list[tuple[Any, Any]]) -> list[tuple[ModuleType, str, Any]]:
         """The names that hold the first object of a pair, each with the second.
 
-        Few of the 100,000 names are looked at closely: id() of each takes a tenth of a second where
-        filelock is imported, whose audit hook Python calls at every id().
+        Few are looked at closely: filelock has an audit hook, which Python calls at every id().
         """
         if not swaps:
             return []
@@ -126,8 +123,3 @@ def _wrapped_by(function: Any) -> Iterator[Any]:
     """The functions that `function` wraps (functools.wraps), the outermost first."""
     while (function := getattr(function, "__wrapped__", None)) is not None:
         yield function
-
-
-def _is_code(value: Any) -> bool:
-    """Whether identity means something: True, 0 and None are shared by everyone."""
-    return callable(value) and value is not _ABSENT

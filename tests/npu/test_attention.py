@@ -103,7 +103,7 @@ def judge(found: dict[tuple[str, torch.dtype], Errors | str]) -> None:
 @pytest.mark.parametrize(
     ("names", "dtypes", "shifts_values"),
     [
-        slow_unless(True, list(MASKS)[::4], [torch.bfloat16], False),
+        slow_unless(True, list(MASKS)[::8], [torch.bfloat16], False),
         slow_unless(False, list(MASKS), [torch.bfloat16], False),
         slow_unless(False, list(MASKS), [torch.float32, torch.float16], False),
         slow_unless(False, list(MASKS), [torch.float32, torch.float16, torch.bfloat16], True),
