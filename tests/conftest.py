@@ -4,7 +4,6 @@
 Ctrl-C, which some send to what they start, is not ignored; ranks find Megatron imported; every
 process computes on one thread; and the collector looks at what tests make alone."""
 
-import gc
 import os
 import signal
 
@@ -32,5 +31,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Imports made half a million objects: to look at all of them takes a collection 0.2 s."""
-    gc.collect()
-    gc.freeze()
+    import scripts.testbed.frozen  # noqa: F401
