@@ -11,11 +11,11 @@ import time
 import torch
 
 from megatron_asynchzp import mcore
-from megatron_asynchzp.errors import MissingPackage
+from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.patch import apply_patches, found_version, mismatch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
-from megatron_asynchzp.versions import untested
+from megatron_asynchzp.versions import TORCH, Version, untested
 
 
 def prepare_process(argv: list[str]) -> None:
@@ -42,8 +42,13 @@ def patch_megatron() -> None:
     """Apply the patches to a Megatron that has all that this package imports of it, also in runs
     whose flags would import it later.
 
-    Raises ConfigurationError, before anything is changed, naming what is missing.
+    Raises ConfigurationError, before anything is changed, naming what is missing or too old.
     """
+    if Version.of(torch.__version__) < Version.of(TORCH[0]):
+        raise ConfigurationError(
+            f"torch {torch.__version__} was found at {torch.__file__}, and this version of "
+            f"megatron_asynchzp needs {TORCH[0]} or later; install one"
+        )
     for module in pkgutil.walk_packages(mcore.__path__, f"{mcore.__name__}."):
         if module.name != f"{mcore.__name__}.adaptor":
             try:

@@ -47,11 +47,12 @@ class Layer(nn.Linear):
     adds_twice = True
 
     def capture(self) -> None:
-        super().__call__(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()  # warms up
+        shape = 4, self.in_features
+        super().__call__(torch.ones(shape, dtype=torch.bfloat16)).sum().backward()  # warms up
         self.zero_grad()
         self.kept = self.weight.detach()  # as a graph's backward does that is kept
         self.places = [self.weight.main_grad, self.bias.main_grad]  # pyright: ignore
-        self.output, self.grad = (torch.zeros(4, 8, dtype=torch.bfloat16) for _ in range(2))
+        self.output, self.grad = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.end(super().forward(input))
@@ -66,14 +67,16 @@ class Layer(nn.Linear):
 
 
 class Model(nn.Module):
-    """form: how the layers are called."""
+    """form: how the layers are called. width: of the layers; with 16 a slot for gradients would
+    hold a part of a layer's, with 8 a bias has the size of a weight."""
 
     def __init__(self, form: str):
         super().__init__()
         torch.manual_seed(1)
-        self.first = nn.Linear(8, 8).bfloat16()
+        self.width = 16 if form == "a layer that is called twice" else 8
+        self.first = nn.Linear(self.width, self.width).bfloat16()
         count = 2 if form == "inputs without a gradient" else 3  # which are in use together then
-        self.layers = nn.ModuleList(Layer(8, 8).bfloat16() for _ in range(count))
+        self.layers = nn.ModuleList(Layer(self.width, self.width).bfloat16() for _ in range(count))
         self.layers[1].bias.requires_grad_(False)
         for layer in self.layers:
             layer.adds_twice = form in ("a chain", "a leaf")  # pyright: ignore
@@ -110,7 +113,7 @@ def trained(form: str, sizes: tuple[int, ...], is_captured: bool) -> list[torch.
     for step in range(3):
         runtime.zero_grads()
         for batch in range(2):
-            x = torch.linspace(-1, 1, 32).view(4, 8).add(step + batch).bfloat16()
+            x = torch.linspace(-1, 1, 4 * model.width).view(4, -1).add(step + batch).bfloat16()
             with runtime.no_sync() if batch == 0 else torch.enable_grad():
                 model(x).float().sin().sum().backward()
         runtime.sync_grads()
@@ -125,7 +128,7 @@ def trained(form: str, sizes: tuple[int, ...], is_captured: bool) -> list[torch.
             assert runtime.are_grads_synced
             model.layers[1].fails = True  # pyright: ignore
             with pytest.raises(ZeroDivisionError):
-                model(torch.ones(4, 8).bfloat16()).sum().backward()
+                model(torch.ones(4, model.width).bfloat16()).sum().backward()
         if step == 0:
             runtime.zero_grads()
             model.received.clear()
@@ -140,7 +143,7 @@ def trained(form: str, sizes: tuple[int, ...], is_captured: bool) -> list[torch.
             found.append(unit.main_param.storage.clone())
         runtime.sync_params()
     with torch.no_grad():
-        found.append(model.eval()(torch.ones(4, 8).bfloat16()))
+        found.append(model.eval()(torch.ones(4, model.width).bfloat16()))
     counts = runtime.driver.counts - before
     found.append(torch.tensor([counts[lane] for lane in ("reduce", "grad-sync", "param-sync")]))
     runtime.close()

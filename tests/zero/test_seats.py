@@ -42,6 +42,7 @@ def draw(dice: random.Random) -> Program:
             root=root,
             evaluates=dice.random() < 0.3,
             is_begun_again=dice.random() < 0.2,
+            is_applied=dice.random() < 0.7,
         )
         for _ in range(dice.randint(2, 4))
     )
@@ -228,3 +229,18 @@ def test_what_comes_too_early_gives_its_seat_to_the_unit_that_is_needed():
         f"layer 3 to {odd}",
         f"layer 1 to {odd}",
     ]
+
+
+def test_what_has_no_seat_takes_no_place_of_what_has_one():
+    """It would be gathered again for nothing: a seat is of no use to others."""
+    units = {name: layer(i, 1024 + 512 * i, i == 1) for i, name in enumerate(("a", "seated", "b"))}
+    params = OnPaper(units, dict.fromkeys(units, 0) | {"seated": 1}, 1, MemoryMap[int](2048), [])
+    for unit in units:
+        params.use_unit(unit)
+        params.release(unit)
+    params.restart()
+    params.prefetch()
+    assert [note.split()[0] for note in params.noted[-2:]] == ["a", "seated"]
+    params.noted.clear()
+    params.use_unit("b")
+    assert params.noted[0] == "a gives up" and "seated gives up" not in params.noted

@@ -27,6 +27,7 @@ from megatron_asynchzp.mcore.patch import (
 )
 from megatron_asynchzp.mcore.patches import model, table
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes
+from megatron_asynchzp.mcore.startup import patch_megatron
 from megatron_asynchzp.versions import MEGATRON
 
 PATCHES = [one for one in table.PATCHES if one.is_needed_in(package_info.__version__)]
@@ -90,6 +91,16 @@ def test_a_megatron_older_than_any_that_was_tested_is_refused_before_anything_is
         ConfigurationError, match=f"megatron-core {version} was found .* needs 0.18"
     ):
         apply_patches(PATCHES)
+    assert not any(_is_applied(patch) for patch in PATCHES)
+
+
+def test_a_torch_older_than_any_that_was_tested_is_refused_before_anything_is_patched(
+    monkeypatch, unpatched
+):
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    line = r"^torch 2\.10\.1\+cu128 was found at .* needs 2\.11 or later; install one$"
+    with pytest.raises(ConfigurationError, match=line):
+        patch_megatron()
     assert not any(_is_applied(patch) for patch in PATCHES)
 
 
@@ -295,3 +306,27 @@ def test_what_cannot_be_captured_ends_in_one_line_and_the_rehearsal_with_it(monk
     with pytest.raises(ConfigurationError, match=line):
         made.create_cudagraphs()
     assert chunk.runtime.rehearsing.return_value.__exit__.call_count == 1
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("0.18.1", True), ("0.19.0", False)])
+def test_an_old_megatron_is_refused_in_one_line_where_it_is_to_capture_layers_by_itself(
+    monkeypatch, version, is_old
+):
+    """Before anything is built."""
+
+    class Started(Exception):
+        pass
+
+    run = Namespace(cuda_graph_impl="local", fp8=None, fp4=None, rank=0)
+    monkeypatch.setattr(model, "run_args", lambda: run)
+    monkeypatch.setattr(package_info, "__version__", version)
+    monkeypatch.setattr("megatron_asynchzp.mcore.low_precision.refuse_missing_te", lambda _: None)
+    monkeypatch.setattr(model, "refuse_foreign_tokens", mock.Mock(side_effect=Started))
+    manager = "megatron.core.transformer.cuda_graphs.CudaGraphManager"
+    monkeypatch.setattr(f"{manager}.global_mempool", (0, 1))
+    get_model = model.get_model.make(lambda model_provider, wrap_with_ddp=True: None)
+    with pytest.raises(ConfigurationError if is_old else Started) as ended:
+        get_model(None)
+    line = "--cuda-graph-impl local needs megatron-core 0.19 or later, and 0.18.1 is installed; "
+    if is_old:
+        assert str(ended.value).startswith(line) and "\n" not in str(ended.value)

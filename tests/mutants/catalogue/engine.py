@@ -147,6 +147,25 @@ MUTANTS = [
         "tests/zero/test_seats.py::test_two_units_of_one_seat_are_not_in_use_together",
     ),
     Mutant(
+        "seats-are-spare-places",
+        "what has no seat takes no place of what has one",
+        "sharding/decisions.py",
+        " if spare not in chunk.seats]",
+        "]",
+        "tests/zero/test_seats.py::test_what_has_no_seat_takes_no_place_of_what_has_one",
+    ),
+    Mutant(
+        "captured-grads-in-pieces",
+        "no gradient of a captured layer is read after the next layer has begun to write there",
+        "zero/autograd.py",
+        "if fuses_grads or any(plan.is_seated for plan in plans):",
+        "if fuses_grads:",
+        (
+            "tests/zero/test_captured_grads.py::"
+            "test_gradients_that_captured_backwards_add_to_their_places_train_bit_for_bit"
+        ),
+    ),
+    Mutant(
         "captured-shape",
         "a captured layer is replayed with the tensors that it was captured with",
         "zero/calls.py",
