@@ -116,6 +116,7 @@ def equal(ours: Steps, stock: Steps) -> bool:
     )
 
 
+FP32 = "tensorwise of fp32"
 CODES = ["--fp8-param-gather"]
 
 
@@ -189,8 +190,10 @@ def train_twenty(line: Sequence[str], number: int) -> list[Run]:
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
 def test_twenty_steps_have_the_losses_of_stock_ddp(te_worlds: DeviceWorlds, recipe: str):
-    """Unclipped: a norm that is summed in another order changes a last bit of every update."""
-    line, number = [*BASE, *FEWER, *RECIPES[recipe]], [*RECIPES].index(recipe)
+    """Unclipped: a norm that is summed in another order changes a last bit of every update. So do
+    gradients in fp32 of several micro-batches, which are sums over ranks first."""
+    batches = ["--global-batch-size", "2" if recipe == FP32 else "4"]
+    line, number = [*BASE, *batches, *RECIPES[recipe]], [*RECIPES].index(recipe)
     if recipe == "nvfp4":  # takes three times as long as the others
         line += ["--num-layers", "1"]
     env = env_of(recipe)
@@ -198,6 +201,25 @@ def test_twenty_steps_have_the_losses_of_stock_ddp(te_worlds: DeviceWorlds, reci
     losses = [loss for loss, _ in stock.steps]
     assert stock.fp8 and len(set(losses)) == 20 and losses[-1] < losses[0]
     assert all([loss for loss, _ in run.steps] == losses for run in ours)
+
+
+def largest_difference(one: Run, other: Run) -> float:
+    losses = [[loss for loss, _ in run.steps] for run in (one, other)]
+    assert [len(set(found)) for found in losses] == [20, 20]
+    return max(abs(mine / others - 1) for mine, others in zip(*losses, strict=True))
+
+
+def test_twenty_steps_of_sums_in_another_order_differ_as_two_stock_runs_do(te_worlds: DeviceWorlds):
+    """Gradients in fp32 of two micro-batches on each of two ranks. On four ranks with one each,
+    stock adds the same ones in another order too."""
+    line, number = [*BASE, *FEWER, *RECIPES[FP32]], 4
+    stock, ours, *same_order = te_worlds.run(train_twenty, 2, line, number, timeout_s=1800)[0]
+    line += ["--train-iters", "20"]
+    [others, *_] = te_worlds.run(train, 4, line, timeout_s=1800)
+    of_stock = largest_difference(others, stock)
+    print(f"{largest_difference(ours, stock):.2e}, stock {of_stock:.2e}")
+    assert 0 < largest_difference(ours, stock) <= 2 * of_stock
+    assert [largest_difference(run, stock) for run in same_order] == [0]
 
 
 # fmt: off
