@@ -5,6 +5,7 @@ used, and the memory that the formula says."""
 
 import random
 from collections import defaultdict
+from contextlib import closing
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
@@ -19,8 +21,17 @@ from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.seats import seats_of
 from megatron_asynchzp.zero.calls import wrap_calls
+from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
-from tests.support.scheduler_program import Program, Step, UnitShape, execute
+from tests.support.recording_device import RecordingDevice
+from tests.support.scheduler_program import (
+    Program,
+    Step,
+    UnitShape,
+    execute,
+    new_unit,
+    recorded_groups,
+)
 
 SIZES = [(2, 2, 2), (2, 4, 8), (8, 8, 8), (4, 1, 4), (1, 2, 4)]
 
@@ -244,3 +255,20 @@ def test_what_has_no_seat_takes_no_place_of_what_has_one():
     params.noted.clear()
     params.use_unit("b")
     assert params.noted[0] == "a gives up" and "seated gives up" not in params.noted
+
+
+def test_a_view_that_outlives_its_unit_is_refused_where_the_next_one_writes_to_its_seat():
+    device, config = RecordingDevice(), ScheduleConfig("main-thread", checks_order=False)
+    with device.recording(), torch.no_grad(), closing(start_driver(config, device)) as driver:
+        groups = recorded_groups((2, 2, 2), rank=0)
+        units = [new_unit(f"u{index}", UnitShape(is_seated=True), groups) for index in range(3)]
+        scheduler = StepScheduler(units, config, driver)
+        scheduler.zero_grads()
+        scheduler.gathers.use(units[0])
+        kept = units[0].params[0].detach()
+        with pytest.raises(ConfigurationError, match=r"^u0 keeps views .* drop --cuda-graph-impl$"):
+            scheduler.gathers.release(units[0])
+        scheduler.gathers.use(units[1])
+        scheduler.gathers.release(units[1])
+        scheduler.settle()
+    assert kept.numel()
