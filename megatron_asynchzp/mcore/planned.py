@@ -476,7 +476,8 @@ def batch_of(args: Namespace) -> Batch:
 def kernels_of(args: Namespace) -> Kernels:
     """Local layers keep what torch keeps; those of Transformer Engine are fused."""
     is_fused = args.transformer_impl != "local"
-    core = "flash"
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    core = "scores" if backend == "unfused" else "flash"
     if not is_fused:
         core = "scores"
         if getattr(args, "use_pasa_attention", False):
@@ -489,7 +490,7 @@ def kernels_of(args: Namespace) -> Kernels:
         has_rope=args.position_embedding_type in ("rope", "yarn", "mrope"),
         is_softmax_fp32=args.attention_softmax_in_fp32,
         keeps_quantised=_kept_quantised(args),
-        copies_nbytes=FP4_COPIES_NBYTES if args.fp4 else FP8_COPIES_NBYTES,
+        copies_nbytes=FP4_COPIES_NBYTES if args.fp4 else FP8_COPIES_NBYTES * bool(args.fp8),
     )
 
 

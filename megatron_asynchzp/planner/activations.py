@@ -5,8 +5,8 @@ and for one micro-batch.
 
 Derived from what autograd saves in Megatron 0.19's layers: each function names the tensors. With
 LOCAL kernels, which are Megatron's own on a CPU, a test holds them against a count of every tensor.
-FUSED kernels are those of Transformer Engine with flash attention, by the same rule; they are not
-checked against a device.
+FUSED kernels are those of Transformer Engine with flash attention, by the same rule. A test holds
+them, but with "scores", against a count on an emulated device, in bf16 and FP8.
 """
 
 from dataclasses import dataclass
@@ -36,13 +36,14 @@ FP8_COPIES_NBYTES, FP4_COPIES_NBYTES = 2.0, 2 * (1 / 2 + 1 / 16)
 class Kernels:
     """Kernels of an implementation, by what they keep for backward.
 
-    core: "scores" keeps the softmax of all pairs of tokens (Megatron's own attention), "pasa" is
-        torch's attention on a CPU behind PASA, "flash" keeps none of the pairs.
+    core: "scores" keeps the softmax of all pairs of tokens (Megatron's own attention, or an unfused
+        one), "pasa" is torch's on a CPU behind PASA, "flash" keeps none of the pairs.
     is_fused: norms, gates and rotary embeddings keep no intermediate.
     dropout: whether hidden states drop out, which keeps a mask.
     attention_dropout: the same for attention.
-    keeps_quantised: of which weights of layers two quantised copies outlive the layer's call, of
-        copies_nbytes a weight.
+    copies_nbytes: of two quantised copies of a number, one of them transposed; 0 where layers
+        compute in the model's dtype.
+    keeps_quantised: of which weights of layers such copies outlive the layer's call.
     """
 
     core: Literal["scores", "pasa", "flash"] = "flash"
@@ -99,6 +100,17 @@ class Setting:
     @property
     def pairs(self) -> float:
         return self.tokens * self.batch.seq_length
+
+    @property
+    def quantised_nbytes(self) -> float:
+        """Bytes of two quantised copies of a number that projections multiply, 0 without. Beside
+        adapters they are not counted."""
+        return self.kernels.copies_nbytes if self.model.adapters is None else 0.0
+
+    @property
+    def input_nbytes(self) -> float:
+        """Bytes that a projection keeps of each number of its input: of its transposed copy."""
+        return self.quantised_nbytes / 2 or self.model.itemsize
 
     @property
     def mask_itemsize(self) -> int:
@@ -179,9 +191,8 @@ def _attention_nbytes(part: Attention, setting: Setting) -> float:
             kept = mixed + (2 * width if setting.kernels.has_rope else 0)
         case _:
             kept = mixed
-    nbytes = (
-        setting.outside * setting.model.hidden * size + setting.tokens * width * size
-    )  # the projections'
+    inputs = setting.outside * setting.model.hidden + setting.tokens * width
+    nbytes = inputs * setting.input_nbytes  # the projections'
     if setting.recompute.has("core_attn"):
         inputs = (
             mixed
@@ -248,12 +259,12 @@ def _activation_nbytes(
 
 
 def _mlp_nbytes(part: Mlp, setting: Setting) -> float:
-    own = setting.outside * setting.model.hidden * setting.model.itemsize
+    own, ffn = setting.outside * setting.model.hidden, part.ffn / setting.parallel.tp
     if setting.recompute.has("mlp"):
-        return own
-    return own + _activation_nbytes(
-        setting.tokens, part.ffn / setting.parallel.tp, part.is_gated, False, setting
-    )
+        return own * setting.model.itemsize
+    less = setting.model.itemsize - setting.input_nbytes  # of the second projection's input
+    made = _activation_nbytes(setting.tokens, ffn, part.is_gated, False, setting)
+    return own * setting.input_nbytes + made - setting.tokens * ffn * less
 
 
 def _experts_nbytes(part: Experts, setting: Setting) -> float:
@@ -334,14 +345,15 @@ def layer_nbytes(layer: Layer, setting: Setting) -> float:
 
 def gradient_nbytes(layer: Layer, setting: Setting) -> float:
     """Gradients of activations that live at once at most in the backward pass of one layer: those
-    between the projections of its MLP, or of the pairs of its core attention. Beside an adapter the
-    input of the second projection has two gradients, until they are added."""
+    between the projections of its MLP, and quantised copies, or of the pairs of its core attention.
+    Beside an adapter the second projection's input has two gradients, until they are added."""
     size, ffn, rows = setting.model.itemsize, 0.0, setting.tokens
     adapters = setting.model.adapters
     match layer.mlp:
         case Mlp():
             twice = adapters is not None and "linear_fc2" in adapters.layers
             ffn = layer.mlp.ffn / setting.parallel.tp * (1 + layer.mlp.is_gated + twice)
+            size += setting.quantised_nbytes
         case Experts():
             ffn = layer.mlp.ffn / setting.parallel.experts_tp * (1 + layer.mlp.is_gated)
             rows = setting.outside * layer.mlp.topk * setting.parallel.experts_tp

@@ -198,7 +198,7 @@ def stage_activations(setting: Setting, stage: int) -> Activations:
             activations.layer_nbytes(layer, setting) + 4 * setting.hidden_nbytes for layer in mtp
         )
         logits = activations.loss_nbytes(setting) * (1 + len(mtp))
-    if setting.kernels.core == "scores":
+    if setting.kernels.core == "scores" and not setting.kernels.is_fused:
         buffer = max((activations.buffer_nbytes(layer, setting) for layer in layers), default=0.0)
     whole = replace(setting, recompute=activations.Recompute())
     whole_layer = max((activations.layer_nbytes(layer, whole) for layer in layers), default=0.0)

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow
 
 # So many parameters that what is beside them is little.
 WIDE = [*BASE, *FEWER, "--hidden-size", "256", "--train-iters", "3"]
+# So many tokens that what autograd keeps is a good part.
+LONG = ["--seq-length", "256", "--max-position-embeddings", "256", "--micro-batch-size", "2"]
 
 
 class Held(NamedTuple):
@@ -89,6 +91,60 @@ def test_what_a_recipe_holds_after_a_step_is_what_the_formula_and_the_planner_ha
         assert one.counted == pytest.approx(one.states + one.flying + one.copies, rel=0.01), line
         assert one.counted == pytest.approx(one.planned, rel=0.025), line
         assert (one.copies > 0) == ("delayed" in line or "--moe-grouped-gemm" in line)
+
+
+class Highest(NamedTuple):
+    """Bytes at most of each step, counted, and as the dry run has it; kept: what of that autograd
+    keeps for backward."""
+
+    counted: list[int]
+    planned: float
+    kept: float
+
+
+def planned_peak(model_chunks: list, optimizer: Any) -> tuple[float, float]:
+    from megatron.training import get_args
+
+    from megatron_asynchzp.mcore.planned import costing_of
+
+    memory = costing_of(get_args()).stage_memory(0)
+    return memory.training, memory.activations.kept
+
+
+def peaks_of(lines: Sequence[Sequence[str]]) -> list[Highest]:
+    """The last one first, as train_each."""
+    from scripts.testbed.te.peak import Peak
+
+    found = []
+    for line in [lines[-1], *lines]:
+        gc.collect()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        steps: list[Peak] = []
+
+        def begin(steps: list[Peak] = steps) -> None:
+            steps.append(Peak().__enter__())
+
+        def end(_logged: dict[str, Any], steps: list[Peak] = steps) -> None:
+            steps[-1].__exit__()
+
+        with listening(begin, end), on_device(uses_te=True):
+            planned = run_pretrain([*line], inspect=planned_peak).inspected
+        found.append(Highest([step.nbytes - before for step in steps], *planned))
+    return found[1:]
+
+
+@pytest.mark.parametrize("recipes", [["tensorwise", "delayed", "blockwise", "bf16"], ["mxfp8"]])
+def test_the_most_that_a_step_holds_is_what_the_dry_run_predicts(
+    te_worlds: DeviceWorlds, recipes: list[str]
+):
+    """With activations that are a fifth of it, and without what the stand-in's kernels take for
+    themselves (scripts.testbed.te.peak)."""
+    lines = [[*line, *LONG] for line in lines_of(recipes)]
+    found = te_worlds.run(peaks_of, 2, lines, timeout_s=1200, env=env_of(recipes[0]))[0]
+    for recipe, one in zip(recipes, found, strict=True):
+        print(recipe, one)
+        assert max(one.counted) == pytest.approx(one.planned, rel=0.025), recipe
+        assert one.kept > 0.17 * one.planned
 
 
 class Sent(NamedTuple):

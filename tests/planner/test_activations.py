@@ -8,16 +8,20 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.planner.activations import (
+    FP4_COPIES_NBYTES,
+    FP8_COPIES_NBYTES,
     FUSED,
     LOCAL,
     Kernels,
     Recompute,
     Setting,
     final_norm_nbytes,
+    gradient_nbytes,
     layer_nbytes,
 )
 from megatron_asynchzp.planner.memory import micro_batches_in_flight, stage_activations
 from megatron_asynchzp.planner.model import (
+    Adapters,
     Attention,
     Batch,
     Experts,
@@ -76,6 +80,20 @@ def test_a_layer_keeps_the_bytes_that_were_counted(name):
     assert layer_nbytes(layer, setting(layer, kernels, norm=norm)) == pytest.approx(
         counted, rel=0.01
     )
+
+
+@pytest.mark.parametrize("nbytes", [FP8_COPIES_NBYTES, FP4_COPIES_NBYTES])
+def test_projections_that_compute_in_fp8_and_fp4_keep_a_copy_of_their_inputs_in_it(nbytes):
+    """That tests/device/test_low_precision_bytes.py counts in whole steps."""
+    layer, tokens = LAYERS["gated"], 2 * 128
+    inputs = tokens * (128 + 128 + 128 + 320)
+    plain = setting(layer)
+    fewer = replace(plain, kernels=replace(FUSED, copies_nbytes=nbytes))
+    assert layer_nbytes(layer, plain) - layer_nbytes(layer, fewer) == inputs * (2 - nbytes / 2)
+    more = gradient_nbytes(layer, fewer) - gradient_nbytes(layer, plain)
+    assert more == tokens * 2 * 320 * nbytes
+    adapted = replace(fewer, model=replace(fewer.model, adapters=Adapters(4, frozenset())))
+    assert layer_nbytes(layer, adapted) == layer_nbytes(layer, replace(adapted, kernels=FUSED))
 
 
 @pytest.mark.parametrize("kernels", [LOCAL, FUSED, _PASA], ids=["local", "fused", "pasa"])

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from scripts.testbed.te import formats
 from scripts.testbed.te.formats import Coded, Grid
+from scripts.testbed.te.peak import as_a_kernel
 
 Tensor = torch.Tensor
 
@@ -648,15 +649,18 @@ for _made in (
     scaled_upper_triang_masked_softmax_forward, multi_tensor_adam,
     multi_tensor_adam_param_remainder, multi_tensor_scale, multi_tensor_l2norm,
 ):
-    setattr(extension, _made.__name__, _made)
+    setattr(extension, _made.__name__, _made if isinstance(_made, type) else as_a_kernel(_made))
 # fmt: on
 for _name, _of in _ACTIVATIONS.items():
-    setattr(extension, _name, partial(_activated, _of))
-    setattr(extension, f"d{_name}", partial(_activation_backward, _of))
-extension.scaled_aligned_causal_masked_softmax_forward = scaled_upper_triang_masked_softmax_forward
+    setattr(extension, _name, as_a_kernel(partial(_activated, _of)))
+    setattr(extension, f"d{_name}", as_a_kernel(partial(_activation_backward, _of)))
+extension.scaled_aligned_causal_masked_softmax_forward = (
+    extension.scaled_upper_triang_masked_softmax_forward
+)
 for _name in ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked"):
-    setattr(extension, f"scaled{_name}_softmax_backward", _softmax_backward)
-extension.multi_tensor_scale_tensor = multi_tensor_scale  # with a factor that is on the device
+    setattr(extension, f"scaled{_name}_softmax_backward", as_a_kernel(_softmax_backward))
+# With a factor that is on the device.
+extension.multi_tensor_scale_tensor = extension.multi_tensor_scale
 extension.get_num_cublas_streams = lambda: 1
 extension.get_cublasLt_version = lambda: 130000
 extension.get_cudnn_version = lambda: 91000
