@@ -386,9 +386,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "--logits-save-dir logits",
     ),
     *because(
-        "between two steps it scales the rows of whole weights, of which a rank holds only a shard",
-        _DROP,
-        "--qk-clip",
+        "Megatron has the largest scores from Transformer Engine's attention alone, and a replayed "
+        "graph does not tell them; weights in FP8 or FP4 have not been tested beside it",
+        _DROP_BOTH,
+        Refusal(
+            "--qk-clip --transformer-impl local",
+            lambda args: (
+                args.qk_clip
+                and bool(
+                    args.transformer_impl == "local"
+                    or captures_layers(args)
+                    or args.fp8
+                    or args.fp4
+                )
+            ),
+            "with local or captured layers, or with layers in FP8 or FP4",
+        ),
     ),
     *because(
         "inference reads whole parameters, of which a rank holds only a shard",
@@ -437,7 +450,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "--skip-train",
     ),
     *because(
-        "where its buffers overflow it runs a step again whose gradients have been reduced",
+        "what it keeps goes through dispatchers and kernels that run on a GPU alone (HybridEP, "
+        "NCCL EP), where it has not been seen beside the engine",
         "use --fine-grained-activation-offloading or --recompute-granularity instead",
         "--moe-paged-stash",
     ),
