@@ -30,6 +30,7 @@ from scripts.report import (
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
 from scripts.report.offload_table import offload_table
+from scripts.report.overlap_table import overlap_table
 from scripts.report.parity_table import parity_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
@@ -195,6 +196,7 @@ TABLES: dict[str, Table] = {
     "host cost": Table("host_cost", _host_cost),
     "graph host cost": Table("graph_host_cost", _host_cost),
     "offload": Table("offload", offload_table),
+    "overlap": Table("overlap", overlap_table),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),
     "planner": Table("planner_published", planner_table.markdown),

@@ -162,6 +162,31 @@ def test_collectives_take_the_time_of_rings_over_the_stated_links(worlds: Device
     assert receiver[5] == pytest.approx(6.8)  # alone on the link
 
 
+def spans_of_one_step() -> list[tuple[str, float, float]]:
+    """Computation, unlike numbers of tokens for the ranks, this one among them, and a sum."""
+    from scripts.testbed.device import inside
+
+    rank, one = dist.get_rank(), torch.ones(NUMEL, device=device_of_rank())
+    sent = torch.ones(2 * NUMEL, device=device_of_rank())
+    splits = [NUMEL // 2, NUMEL // 2 * 3] if rank == 0 else [NUMEL // 2 * 3, NUMEL // 2]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, splits, splits)
+    clock = Clock()
+    clock.compute(2)
+    dist.all_to_all_single(received, sent, splits, splits)
+    dist.all_reduce(one)
+    seen = inside.spans()
+    assert inside.spans() == []
+    return [(one.what, round(1e3 * one.begin_s, 3), round(1e3 * one.end_s, 3)) for one in seen]
+
+
+def test_what_has_taken_time_is_listed_and_what_a_rank_sends_itself_takes_none(
+    worlds: DeviceWorlds,
+):
+    for seen in worlds.run(spans_of_one_step, 2):
+        assert seen == [("compute", 0, 2), ("send/recv", 2, 2.9), ("all-reduce", 2.9, 4.5)]
+
+
 def two_communicators() -> list[float]:
     """The first one launched waits for 5 ms of computation; the second for nothing."""
     groups = [dist.new_group(), dist.new_group()]

@@ -14,22 +14,24 @@ import torch
 
 
 class Delay(torch.autograd.Function):
-    """Forward `seconds`, backward twice that, each beside small real arithmetic.
+    """Forward `seconds`, backward `backward_s` or twice that, each beside small real arithmetic.
 
     The output is no view of the input: pipeline stages free what they have sent, which Megatron
     refuses to do to a view.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(
+        ctx: Any, x: torch.Tensor, seconds: float, backward_s: float | None = None
+    ) -> torch.Tensor:
+        ctx.backward_s = 2 * seconds if backward_s is None else backward_s
         _take(x, seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        _take(grad, 2 * ctx.seconds)
-        return grad, None
+        _take(grad, ctx.backward_s)
+        return grad, None, None
 
 
 def _take(x: torch.Tensor, seconds: float) -> None:

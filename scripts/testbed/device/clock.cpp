@@ -4,9 +4,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
+
+#include "report.hpp"
 
 namespace device {
 namespace {
@@ -20,6 +24,7 @@ thread_local double now = 0, begun = 0;
 // The times at which an engine of a device works, sorted; those that touch are joined.
 std::mutex mutex;
 auto& working = *new std::map<std::pair<int, Engine>, std::map<double, double>>;
+auto& spans = *new std::string;  // a line each
 
 }  // namespace
 
@@ -28,6 +33,7 @@ bool is_time_stated() { return is_stated; }
 void start_clock() {
   std::lock_guard lock(mutex);
   working.clear();
+  spans.clear();
   host = 0;
   is_stated = true;
 }
@@ -71,6 +77,13 @@ void occupy(int device, Engine engine, double seconds) {
     taken[begin] = end;
 }
 
+void note_span(const char* what, double begin) {
+  char line[96];
+  std::snprintf(line, sizeof line, "%s %.9f %.9f\n", what, begin, now);
+  std::lock_guard lock(mutex);
+  spans += line;
+}
+
 void Moments::add(double begin, double end) {
   last = end;
   if (is_stated)
@@ -95,3 +108,11 @@ double Moments::begin_of(int64_t count) const {
 }
 
 }  // namespace device
+
+// What has taken time since the last call, in seconds of the clock: "what begin end", one a line.
+EXPORT const char* asynchzp_device_spans() {
+  static std::string text;
+  std::lock_guard lock(device::mutex);
+  text = std::exchange(device::spans, {});
+  return text.c_str();
+}

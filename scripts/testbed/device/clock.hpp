@@ -38,6 +38,9 @@ enum class Engine { computes, copies_in, copies_out };
 // On a thread of a stream: a command that takes so many seconds of an engine of the device.
 void occupy(int device, Engine engine, double seconds);
 
+// Within a command that takes a stated time: what it does, since when.
+void note_span(const char* what, double begin);
+
 // Of the host: what it issues now is not before.
 double host_moment();
 

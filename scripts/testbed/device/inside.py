@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,9 +40,20 @@ _runtime.asynchzp_device_state_time.argtypes = [
     ctypes.c_double,
 ]
 _runtime.asynchzp_device_compute.argtypes = [ctypes.c_void_p, ctypes.c_double]
+_runtime.asynchzp_device_spans.restype = ctypes.c_char_p
 _runtime.asynchzp_device_noted.restype = ctypes.c_char_p
 _runtime.asynchzp_device_commands.restype = ctypes.c_char_p
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
+
+
+class Span(NamedTuple):
+    """what: "compute" or NCCL's kind of call; begin_s, end_s: by the device's clock. A collective
+    begins when its last rank has come, messages on this rank."""
+
+    what: str
+    begin_s: float
+    end_s: float
+
 
 _OFF, _ENDS, _NOTES = range(3)  # what the watch does
 
@@ -87,6 +98,13 @@ def compute(seconds: float) -> None:
     """A kernel on the current stream that takes so long by the device's clock, and during which the
     device computes nothing else."""
     _runtime.asynchzp_device_compute(torch.cuda.current_stream().cuda_stream, seconds)
+
+
+def spans() -> list[Span]:
+    """What has taken a stated time since the last call."""
+    _module.synchronize()
+    lines = _runtime.asynchzp_device_spans().decode().splitlines()
+    return [Span(what, float(begin), float(end)) for what, begin, end in map(str.split, lines)]
 
 
 def ran() -> Ran:

@@ -50,6 +50,7 @@ double pairs_s(const std::vector<int>& global_ranks, double nbytes) {
 }
 
 double between_s(int from, int to, double nbytes) {
+  if (from == to) return 0;
   const Links& known = links();
   return is_inter(from, to) ? nbytes / known.inter_nbytes_per_s + known.inter_latency_s
                             : nbytes / known.intra_nbytes_per_s + known.intra_latency_s;

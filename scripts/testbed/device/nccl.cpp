@@ -103,7 +103,11 @@ bool agree(Room& room, const Call& call) {
   room.moment(room.rank) = moment();
   if (!room.meet(room.of_kernels())) return false;
   for (int other = 0; other < room.num_ranks; other++) reach(room.moment(other));
-  if (is_time_stated()) reach(moment() + seconds_of(room, call));
+  if (is_time_stated()) {
+    const double begin = moment();
+    reach(begin + seconds_of(room, call));
+    note_span(kKinds[call.kind], begin);
+  }
   for (int other = 0; other < room.num_ranks; other++) {
     const Call& theirs = room.call(other);
     if (theirs == call) continue;
@@ -195,6 +199,7 @@ void move(Room& room, Message& message) {
 // All messages of a group go on together (NCCL, "Point-to-point communication"); those from one
 // rank to another in the order of the calls.
 void run_messages(Room& room, std::vector<Message> messages) {
+  const double begin = moment();
   constexpr int kMostIdle_us = 1000;
   int idle_us = 10;
   while (!messages.empty() && !room.is_aborted) {
@@ -219,6 +224,7 @@ void run_messages(Room& room, std::vector<Message> messages) {
     for (auto& [way, message] : waiting)
       room.look_for_lost(message->peer, [&] { return !can_move(room, *message); });
   }
+  if (is_time_stated()) note_span(kKinds[Kind::messages], begin);
 }
 
 // ---- launches: on threads of the host

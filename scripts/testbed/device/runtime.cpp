@@ -372,7 +372,10 @@ EXPORT void asynchzp_device_compute(void* handle, double seconds) {
   if (!is_time_stated())
     end("a kernel that takes a stated time, and no clock: call inside.state_time()");
   Stream* stream = stream_of(handle);
-  stream->push_kernel([stream, seconds] { occupy(stream->device, Engine::computes, seconds); });
+  stream->push_kernel([stream, seconds] {
+    occupy(stream->device, Engine::computes, seconds);
+    note_span("compute", moment() - seconds);
+  });
 }
 
 // Takes effect when everything submitted so far has run; streams are counted anew.

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank of bench_overlap measures."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from scripts.testbed.contenders.layer_delay import Delay
+from scripts.testbed.megatron_runs import listening, on_device, run_pretrain
+from scripts.testbed.profile import NetworkProfile
+
+STEPS = 4  # the third is measured: ours knows from the first what follows what
+COMPUTES, ALL_TO_ALL = "compute", "send/recv"  # experts get unlike numbers of tokens
+
+
+@dataclass(frozen=True)
+class Times:
+    """Stated seconds of the forward of a layer's attention and of its experts. A backward takes
+    twice that, half of it for weight gradients, which may come late."""
+
+    attention_s: float
+    experts_s: float
+
+
+class Step(NamedTuple):
+    """Milliseconds: of the step, computation, all-to-alls, other collectives, what overlaps counted
+    once; and those without computation: beside an all-to-all, beside others alone, beside none."""
+
+    step: float
+    computed: float
+    all_to_all: float
+    others: float
+    exposed_all_to_all: float
+    exposed_others: float
+    idle: float
+    losses: list[float]
+
+
+def measure_each(
+    lines: Sequence[Sequence[str]], times: Times, network: NetworkProfile
+) -> list[Step]:
+    """lines: flags of Megatron for a model of layers with experts, of each run."""
+    return [_measured(line, times, network) for line in lines]
+
+
+def _measured(line: Sequence[str], times: Times, network: NetworkProfile) -> Step:
+    from scripts.testbed.device import inside
+
+    marks: list[torch.cuda.Event] = []
+
+    def mark() -> None:
+        if not marks:
+            inside.state_time(network)
+            marks.append(_now())
+        marks.append(_now())
+
+    with on_device(uses_te=True), _stated(times, "--delay-wgrad-compute" in line):
+        with listening(mark, lambda _: None):
+            run = run_pretrain([*line, "--train-iters", str(STEPS)])
+    start, *begins = marks
+    begin_s, end_s = (1e-3 * start.elapsed_time(one) for one in begins[-2:])
+    seen = [(one.what, max(one.begin_s, begin_s), min(one.end_s, end_s)) for one in inside.spans()]
+    computed = _union((a, b) for what, a, b in seen if what == COMPUTES)
+    moved = _union((a, b) for what, a, b in seen if what == ALL_TO_ALL)
+    others = _union((a, b) for what, a, b in seen if what not in (COMPUTES, ALL_TO_ALL))
+    busy = _length(computed)
+    with_moved = _length(_union([*computed, *moved]))
+    with_all = _length(_union([*computed, *moved, *others]))
+    whole_s = end_s - begin_s
+    parts = whole_s, busy, _length(moved), _length(others), with_moved - busy, with_all - with_moved
+    ms = [round(1e3 * seconds, 3) for seconds in (*parts, whole_s - with_all)]
+    return Step(*ms, losses=[float(loss or 0) for loss in run.losses])
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(span for span in spans if span[0] < span[1]):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+@contextlib.contextmanager
+def _stated(times: Times, is_late: bool) -> Iterator[None]:
+    """Inside, attention and experts of Megatron's layers take their times."""
+    from megatron.core.models.common import utils
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from scripts.testbed.device import inside
+
+    def taking(call: Callable, seconds: float) -> Callable:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> tuple:
+            made, *rest = call(self, *args, **kwargs)
+            return Delay.apply(made, seconds, seconds if is_late else None), *rest
+
+        return forward
+
+    late_attention: Any = utils._BackwardDWWrapper.backward_dw
+    late_experts: Any = MoELayer.backward_dw
+
+    def attention_grads(self: Any) -> None:
+        inside.compute(times.attention_s)
+        late_attention(self)
+
+    def experts_grads(self: Any, routed_experts: bool = True, **others: Any) -> None:
+        if routed_experts:
+            inside.compute(times.experts_s)
+        late_experts(self, routed_experts, **others)
+
+    layer: Any = TransformerLayer
+    attention = taking(layer._forward_attention, times.attention_s)
+    experts = taking(MoELayer.routed_experts_compute, times.experts_s)
+    with (
+        mock.patch.object(layer, "_forward_attention", attention),
+        mock.patch.object(MoELayer, "routed_experts_compute", experts),
+        mock.patch.object(MoELayer, "backward_dw", experts_grads),
+        mock.patch.object(utils._BackwardDWWrapper, "backward_dw", attention_grads),
+    ):
+        yield
