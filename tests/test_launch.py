@@ -159,11 +159,11 @@ def test_a_checkout_without_compiled_helpers_borrows_those_of_the_wheel(tmp_path
 
 def test_all_ranks_fail_but_only_the_first_speaks(tmp_path):
     """Under torchrun, which ends the others as soon as one rank has failed."""
-    flags = f"{TOY} --use-asynchzp --qk-clip --asynchzp-device cpu".split()
+    flags = f"{TOY} --use-asynchzp --skip-train --asynchzp-device cpu".split()
     words = ["-m", "megatron_asynchzp.launch", str(_LEGACY_SCRIPT), *flags]
     with torchrun(tmp_path, 2, words) as process:
         assert process.wait(timeout=300) != 0
-    line = "megatron_asynchzp: --qk-clip is not supported"
+    line = "megatron_asynchzp: --skip-train is not supported"
     assert (tmp_path / "log").read_text().count(line) == 1
 
 

@@ -150,7 +150,7 @@ MISTAKES = {
         uses("--micro-batch-size 2 --global-batch-size 12"), "use a multiple of 8"),
     "a batch that evaluation does not divide": (
         uses("--eval-micro-batch-size 3 --global-batch-size 8"), "use a multiple of 12"),
-    "a flag that is not supported": (uses("--qk-clip"), "--qk-clip is not supported"),
+    "a flag that is not supported": (uses("--skip-train"), "--skip-train is not supported"),
     "a value that is not supported": (
         uses("--cuda-graph-impl full_iteration"), "--cuda-graph-impl is not supported"),
     "settings in a file that drops flags": (uses("--yaml-cfg run.yaml"), "--yaml-cfg is not"),

@@ -46,7 +46,7 @@ COMMANDS = {
     "--freeze-all-layers --use-distributed-optimizer": "no",
     "--optimizer-cpu-offload --use-distributed-optimizer --use-precision-aware-optimizer": "yes",
     "--optimizer-cpu-offload --no-pin-cpu-params": "no",
-    "--freeze-all-layers --main-grads-dtype bf16 --qk-clip": "no",
+    "--freeze-all-layers --main-grads-dtype bf16 --skip-train": "no",
     "--pipeline-model-parallel-size 3": "no",
     "--global-batch-size 9": "no",
     "--num-layrs 2": "no",
@@ -152,10 +152,10 @@ def test_what_megatron_asks_of_the_environment_is_named_and_judged_as_if_it_were
 
 
 def test_every_refusal_is_named_and_the_rest_is_judged_without_them(run):
-    flags = "--freeze-all-layers --qk-clip --use-distributed-optimizer --use-nccl-ub"
+    flags = "--freeze-all-layers --skip-train --use-distributed-optimizer --use-nccl-ub"
     status, out, _ = run("--", *launch_words(flags))
     assert status == migrate.EXIT_REFUSED
-    assert {line.split()[0] for line in refused(out)} == {"--freeze-all-layers", "--qk-clip"}
+    assert {line.split()[0] for line in refused(out)} == {"--freeze-all-layers", "--skip-train"}
     assert "Switched off" in out and "Without what is refused: " in out
     assert "yours (distributed optimizer)  1, 1, 4" in out
 
@@ -225,17 +225,17 @@ RUN = f"torchrun --nproc_per_node 4 {SCRIPT}"
 # As launchers of Megatron-LM and Megatron Bridge, and what users report, have theirs: "no" for what
 # does not start.
 SCRIPTS = {
-    "arrays": f"A=({MODEL}\n --qk-clip # no\n)\nA+=(--use-distributed-optimizer)\n"
+    "arrays": f"A=({MODEL}\n --skip-train # no\n)\nA+=(--use-distributed-optimizer)\n"
     f'{RUN} "${{A[@]}}"',
     "text of one line": f'A="{MODEL} --freeze-all-layers"\n{RUN} $A  # no',
     "text of many lines": f'A="\n  {MODEL} \\\n --use-distributed-optimizer \\\n"\n{RUN} ${{A}}',
-    "command in a text": f'A="{MODEL} --qk-clip"\nB="{RUN} $A"  # no\nsrun -l bash -c "$B"',
+    "command in a text": f'A="{MODEL} --skip-train"\nB="{RUN} $A"  # no\nsrun -l bash -c "$B"',
     "eval": f'A="{MODEL}"\neval "{RUN} $A --freeze-all-layers"  # no',
     "exec": f"export TP=${{TP:-4}} PP=3\nexec {RUN} {MODEL} --tensor-model-parallel-size=$TP",
     "function": f'train() {{\n  local A="{MODEL}"\n  {RUN} $A --global-batch-size=$((3 * 3))\n}}'
     "\ntrain  # no",
-    "default": f"{RUN} {MODEL} ${{MORE:---qk-clip}}  # no",
-    "heredoc": f"cat >x.sh <<EOF\n{RUN} {MODEL} --qk-clip\nEOF\n{RUN} {MODEL}",
+    "default": f"{RUN} {MODEL} ${{MORE:---skip-train}}  # no",
+    "heredoc": f"cat >x.sh <<EOF\n{RUN} {MODEL} --skip-train\nEOF\n{RUN} {MODEL}",
     "one word of two": f'A="--seed 2"\n{RUN} {MODEL} "$A"  # no',
 }
 
@@ -260,7 +260,7 @@ def test_what_a_script_has_and_its_command_does_not_get_is_named(run, tmp_path):
     text = f"""
     TP=1; [ x ] && TP=2
     EXTRA=(--swiglu)
-    [ -f {SCRIPT} ] || exit; case $1 in --bf16|--fp16) shift ;; --qk-clip) shift ;; esac
+    [ -f {SCRIPT} ] || exit; case $1 in --bf16|--fp16) shift ;; --skip-train) shift ;; esac
     python tools/preprocess_data.py --vocab-file x
     {RUN} {MODEL} --seed $SEED --lr-decay-iters=$((N * 2)) \\
       # --log-params-norm \\
@@ -272,7 +272,8 @@ def test_what_a_script_has_and_its_command_does_not_get_is_named(run, tmp_path):
     told = assumed(out)
     assert "nothing sets $((N * 2)), $SEED: 1 stands for a value" in told
     assert (
-        "not given to the script, and left out: --fp16, --qk-clip, --swiglu, --vocab-file" in told
+        "not given to the script, and left out: --fp16, --skip-train, --swiglu, --vocab-file"
+        in told
     )
     assert "for bash, which ends it before, and read all the same: --untie-emb" in told
     assert "read as set last: TP" in told and "params-norm" not in told
@@ -282,7 +283,7 @@ def test_settings_in_yaml_are_switches_in_any_spelling_and_the_rest_is_named(run
     lines = ["lr: 1e-3", "micro_batch_size: 1", "max_position_embeddings: 32", "num_layers: 2"]
     lines += ["hidden-size: 64", "num_attention_heads: 4", "seq_length: 32", "swiglu: 'False'"]
     path = tmp_path / "settings.yaml"
-    for switch in ("freeze_all_layers: 1", "freeze_all_layers: 'True'", "qk-clip: on"):
+    for switch in ("freeze_all_layers: 1", "freeze_all_layers: 'True'", "skip-train: on"):
         path.write_text("\n".join([*lines, switch, "bf16: 'true'", "add_bias_linear: 0"]))
         status, out, _ = run(str(path))
         flag = "--" + switch.partition(":")[0].replace("_", "-")

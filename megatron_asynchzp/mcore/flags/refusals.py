@@ -404,6 +404,19 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     *because(
+        "Megatron takes the weights of a layer for unsplit, and ends without --use-asynchzp too",
+        "use --tensor-model-parallel-size 1, or --multi-latent-attention",
+        Refusal(
+            "--qk-clip --tensor-model-parallel-size 2",
+            lambda args: bool(
+                args.qk_clip
+                and args.tensor_model_parallel_size > 1
+                and not args.multi_latent_attention
+            ),
+            "with --tensor-model-parallel-size above 1, without --multi-latent-attention",
+        ),
+    ),
+    *because(
         "inference reads whole parameters, of which a rank holds only a shard",
         _DROP_BOTH,
         "--perform-rl-step",

@@ -33,6 +33,7 @@ PATCHES: tuple[Patch, ...] = (
     offloading.offload_chunk,
     whole_tensors.calc_params_l2_norm,
     whole_tensors.check_param_hashes,
+    whole_tensors.clip_qk,
     whole_tensors.save_grads,
     *CHECKPOINT_PATCHES,
 )

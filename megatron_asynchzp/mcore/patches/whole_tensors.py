@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron reads whole parameters and gradients."""
+"""Where Megatron reads whole parameters and gradients, or changes them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +44,23 @@ def check_param_hashes(original: Callable, model: Any, cross_check: bool = False
 
     compare_replicas(communication.runtimes, communication.moments_of, communication.driver.step)
     return True
+
+
+@replaces(
+    "megatron.core.optimizer.qk_clip.clip_qk",
+    "model log_max_only",
+    why="the rows that --qk-clip scales are scaled in shards",
+    drop_when="the wrapper gives each shard's place in its parameter",
+)
+def clip_qk(original: Callable, model: Any, log_max_only: bool = False) -> float:
+    if (communication := Communication.current()) is None:
+        return original(model, log_max_only)
+    from megatron.core.utils import get_attr_wrapped_model
+
+    from megatron_asynchzp.mcore.qk_clip import clip_scores
+
+    modules = [get_attr_wrapped_model(chunk, "decoder", return_model_obj=True) for chunk in model]
+    return clip_scores(modules, communication.runtimes, log_max_only)
 
 
 @replaces(

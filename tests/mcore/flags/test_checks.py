@@ -18,7 +18,7 @@ from megatron_asynchzp.mcore.flags.command_line import check_command_line
 
 
 def test_arguments_are_left_alone_when_the_run_is_refused(parse):
-    args = parse("--use-distributed-optimizer --qk-clip")
+    args = parse("--use-distributed-optimizer --skip-train")
     before = dict(vars(args))
     with pytest.raises(ConfigurationError):
         checks.prepare_args(args)

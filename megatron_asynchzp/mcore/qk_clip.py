@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Clips the scores of attention (--qk-clip) on shards: a row of a projection is scaled by a number
+of its head, whichever ranks hold it. Nothing is gathered.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.unit import HZPUnit
+
+_Clip = Callable[[torch.Tensor], torch.Tensor]
+"""Scales the rows of a whole weight, by what its attention has in qk_clip_balancing_eta."""
+
+
+@torch.no_grad()
+def clip_scores(
+    modules: Sequence[nn.Module], runtimes: Sequence[HZPRuntime], log_max_only: bool
+) -> float:
+    """Between two steps. Return the largest score of this rank's heads since the last call, on any
+    of the ranks with the same heads; unless `log_max_only`, scale the rows that made those over
+    the threshold, in the main parameters and as they compute. Collective over the world.
+
+    modules, runtimes: of each model chunk.
+
+    Source: megatron.core.optimizer.qk_clip, and `clip_qk` of its attention modules.
+    """
+    largest, group = 0.0, parallel_state.get_data_parallel_group(with_context_parallel=True)
+    clipped: list[tuple[nn.Parameter, _Clip, Any, torch.Tensor]] = []
+    for module in modules:
+        layers: Any = module.decoder.layers  # pyright: ignore[reportAttributeAccessIssue]
+        for layer in layers:
+            attention: Any = getattr(layer, "self_attention", None)
+            if not hasattr(attention, "clip_qk"):
+                continue
+            core = attention.core_attention
+            scores, core.current_max_attn_logits = core.current_max_attn_logits, None
+            if scores is None:
+                continue
+            dist.all_reduce(scores, dist.ReduceOp.MAX, group)
+            largest = max(largest, scores.max().item())
+            if not log_max_only and scores.max() > attention.config.qk_clip_threshold:
+                clipped += [(*one, attention, scores) for one in _weights_of(attention)]
+    if not log_max_only:
+        _scale_rows(clipped, runtimes)
+    return largest
+
+
+def _scale_rows(
+    clipped: Sequence[tuple[nn.Parameter, _Clip, Any, torch.Tensor]], runtimes: Sequence[HZPRuntime]
+) -> None:
+    # Ranks with other heads share experts' units: where one waits for its units, all do.
+    is_due = torch.tensor(float(bool(clipped)), device=runtimes[0].units[0].device)
+    dist.all_reduce(is_due, dist.ReduceOp.MAX)
+    if not is_due:
+        return
+    for runtime in runtimes:
+        runtime.settle()
+    units = [unit for runtime in runtimes for unit in runtime.units]
+    place_of = {param: (unit, at) for unit in units for at, param in enumerate(unit.params)}
+    for weight, clip, attention, scores in clipped:
+        unit, index = place_of[weight]
+        rows, columns = unit.layout.slices[index].shape
+        _scale(unit, index, columns, _factors(clip, attention, scores, rows))
+    for runtime in runtimes:
+        runtime.gathers.note_written()
+
+
+def _weights_of(attention: Any) -> list[tuple[nn.Parameter, _Clip]]:
+    if hasattr(attention, "_clip_linear_qkv"):
+        return [(attention.linear_qkv.weight, attention._clip_linear_qkv)]
+    if not hasattr(attention, "_clip_q_proj_weight"):
+        raise ConfigurationError(f"--qk-clip: {type(attention).__name__} does not say what to clip")
+    queries = "linear_q_proj" if attention.config.q_lora_rank is None else "linear_q_up_proj"
+    return [
+        (getattr(attention, queries).weight, attention._clip_q_proj_weight),
+        (attention.linear_kv_up_proj.weight, attention._clip_kv_proj_weight),
+    ]
+
+
+def _factors(clip: _Clip, attention: Any, scores: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return what each row is multiplied by, 1-D, fp32: heads that share keys have one score."""
+    shares = hasattr(attention, "_clip_linear_qkv")
+    groups = attention.num_query_groups_per_partition if shares else len(scores)
+    limit = attention.config.qk_clip_threshold / scores.view(groups, -1).amax(1)
+    attention.qk_clip_balancing_eta = limit.clamp(max=1.0).view(-1, 1, 1)
+    return clip(torch.ones(rows, 1, device=scores.device)).flatten()
+
+
+def _scale(unit: HZPUnit, index: int, columns: int, factors: torch.Tensor) -> None:
+    """Multiply what this rank holds of parameter number `index`, in each dtype by itself."""
+    has_main = unit.is_trained and not unit.is_main_param_aliased
+    for buffer in [unit.model_param, *([unit.main_param] if has_main else [])]:
+        held, values = buffer.held_of(index)
+        first, last = held.start // columns, -(-held.stop // columns)
+        of_rows = factors[first:last].repeat_interleave(columns)
+        start = held.start - first * columns
+        values.mul_(of_rows[start : start + held.numel].to(values.device))
+    unit.marks.note_rewritten()
