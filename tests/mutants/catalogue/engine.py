@@ -223,6 +223,29 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "host-states-place-not-free",
+        "states come into a place on the device when its last ones have gone",
+        "at_rest/host_states.py",
+        """            self._device.wait_event(place.is_free)
+            self""",
+        "            self",
+        (
+            "tests/device/test_host_states.py::"
+            "test_under_delays_no_bit_is_other_than_without_it_on_gloo[few laws]"
+        ),
+    ),
+    Mutant(
+        "qk-clip-scales-other-rows",
+        "a row that several ranks hold is scaled by the number of its own head on each",
+        "mcore/qk_clip.py",
+        "    start = held.start - first * columns",
+        "    start = 0",
+        (
+            "tests/mcore/test_qk_clip.py::"
+            "test_each_shard_has_the_bits_of_its_part_of_a_weight_that_stock_has_clipped[False-dtype0-2]"
+        ),
+    ),
+    Mutant(
         "weights-set-between-steps-go-unseen",
         "weights that are set between two steps are refused where parameters do not notice it",
         "zero/unit.py",
