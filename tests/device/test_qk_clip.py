@@ -16,7 +16,6 @@ LATENT = ["--multi-latent-attention", "--position-embedding-type", "rope", "--qk
           "--qk-pos-emb-head-dim", "16", "--v-head-dim", "16", "--kv-lora-rank", "16"]
 LAYOUTS = {
     "shared keys": (2, ["--group-query-attention", "--num-query-groups", "2"]),
-    "muon": (2, ["--optimizer", "muon", "--muon-fp32-matmul-prec", "high"]),
     "latent": (2, LATENT),
     "latent, tensor": (4, [*LATENT, *TENSOR_PARALLEL]),
 }
@@ -29,11 +28,9 @@ OURS = [
 
 
 def train_each(line: list[str]) -> list[Run]:
-    """Stock without it, stock, and each of OURS; with Muon, which sends nothing early and has its
-    states on the device, the first."""
+    """Stock without it, stock, and each of OURS."""
     clipped = [*line, *CLIP]
-    lines = OURS[:1] if "muon" in line else OURS
-    return [train(line), train(clipped), *(train([*clipped, *ours]) for ours in lines)]
+    return [train(line), train(clipped), *(train([*clipped, *ours]) for ours in OURS)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
