@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _ABSENT = object()
-# Megatron imports them, they do not import it: most names, a page to copy for a forked rank each.
+# They do not import Megatron and copy only their own names: most of all, a page each to a fork.
 _OTHERS = "cuda huggingface_hub mpmath networkx numpy omegaconf pydantic rich sympy tensorboard"
 _CANNOT_COPY = {*sys.stdlib_module_names, *_OTHERS.split(), "torch", "transformers", "wandb"}
 
@@ -107,11 +107,13 @@ class Replacements:
         types = {type(old) for old, _ in swaps}
         news = {id(old): new for old, new in swaps}
         names = {getattr(old, "__name__", None) for old, _ in swaps}
+        places = (str(getattr(one, "__module__", "")) for swap in swaps for one in swap)
+        own = {(*module.split(".")[:2],) for module in places}
         return [
             (module, name, news[id(value)])
             for module_name, module in list(sys.modules.items())
             if isinstance(module, ModuleType) and (module_name + ".").startswith(self._prefix)
-            if module_name.partition(".")[0] not in _CANNOT_COPY
+            if (place := (*module_name.split(".")[:2],))[0] not in _CANNOT_COPY or place in own
             if self._followed.get(module_name) is not module
             for name, value in list(vars(module).items())
             if type(value) in types and getattr(value, "__name__", None) in names

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch.distributed
 
 from megatron_asynchzp.replacements import Replacements
 
@@ -48,6 +49,16 @@ def test_copies_are_followed_in_the_package_alone_or_everywhere(modules, package
     assert modules["stub_b"].function is (outside or replacement)
     names.restore()
     assert all(module.function is _original for module in modules.values())
+
+
+def test_copies_that_torch_has_of_its_own_names_are_followed():
+    original = torch.distributed.destroy_process_group
+    names = Replacements()
+    names.replace(torch.distributed.distributed_c10d, "destroy_process_group", lambda: "ours")
+    names.follow_copies()
+    assert torch.distributed.destroy_process_group() == "ours"
+    names.restore()
+    assert torch.distributed.destroy_process_group is original
 
 
 def test_a_package_whose_name_begins_alike_is_another_package(modules, monkeypatch):
