@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _ABSENT = object()
-# They do not import Megatron and copy only their own names: most of all, a page each to a fork.
+# They copy no name of Megatron's. Looking at their names, most of all, copies a fork's pages.
 _OTHERS = "cuda huggingface_hub mpmath networkx numpy omegaconf pydantic rich sympy tensorboard"
 _CANNOT_COPY = {*sys.stdlib_module_names, *_OTHERS.split(), "torch", "transformers", "wandb"}
 
@@ -64,7 +64,7 @@ class Replacements:
 
     def follow_copies(self) -> int:
         """Replace the copies by name in loaded modules; returns how many there were."""
-        # Identity means something: True, 0 and None are shared by everyone.
+        # Of what is callable identity means something; True, 0 and None are shared by everyone.
         swaps = [(e.seen, e.replacement) for e in self._entries if callable(e.seen)]
         self._followed.clear()
         copies = self._find_copies(swaps)

@@ -45,8 +45,8 @@ def clip_scores(
             if scores is None:
                 continue
             dist.all_reduce(scores, dist.ReduceOp.MAX, group)
-            largest = max(largest, scores.max().item())
-            if not log_max_only and scores.max() > attention.config.qk_clip_threshold:
+            largest = max(largest, (highest := scores.max()).item())
+            if not log_max_only and highest > attention.config.qk_clip_threshold:
                 clipped += [(*one, attention, scores) for one in _weights_of(attention)]
     if not log_max_only:
         _scale_rows(clipped, runtimes)

@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.bench_device import FREED_LATE
 from scripts.bench.overlap_steps import Times, measure_each
 from scripts.report.overlap_table import overlap_table
 from scripts.report.records import append
@@ -45,8 +46,6 @@ SCHEDULES = {
 }
 # A bucket for about each attention and each rank's experts, as a large model has them.
 STOCK = [*DISTRIBUTED_OPTIMIZER, "--ddp-bucket-size", "16000"]
-# Stock's gathers free memory before its stream waits.
-ENV = {"ASYNCHZP_DEVICE_FREES": "late"}
 LOSS_TOLERANCE = 1e-5
 
 
@@ -83,7 +82,9 @@ def main() -> None:
                 base = model_flags(RANKS, experts_on, args.layers, args.micro_batches)
                 lines = [[*base, *flags, *more] for more in SCHEDULES.values()]
                 given = lines, TIMES, NETWORK
-                seen = worlds.run(measure_each, RANKS, *given, env=ENV, timeout_s=args.time_limit)
+                seen = worlds.run(
+                    measure_each, RANKS, *given, env=FREED_LATE, timeout_s=args.time_limit
+                )
                 of_system = {
                     "kind": "step",
                     "experts_on": experts_on,

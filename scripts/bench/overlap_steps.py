@@ -3,13 +3,14 @@
 """What a rank of bench_overlap measures."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
+from megatron_asynchzp.comm.timeline import Span, union_s
 from scripts.testbed.contenders.layer_delay import Delay
 from scripts.testbed.megatron_runs import listening, on_device, run_pretrain
 from scripts.testbed.profile import NetworkProfile
@@ -64,16 +65,18 @@ def _measured(line: Sequence[str], times: Times, network: NetworkProfile) -> Ste
             run = run_pretrain([*line, "--train-iters", str(STEPS)])
     start, *begins = marks
     begin_s, end_s = (1e-3 * start.elapsed_time(one) for one in begins[-2:])
-    seen = [(one.what, max(one.begin_s, begin_s), min(one.end_s, end_s)) for one in inside.spans()]
-    computed = _union((a, b) for what, a, b in seen if what == COMPUTES)
-    moved = _union((a, b) for what, a, b in seen if what == ALL_TO_ALL)
-    others = _union((a, b) for what, a, b in seen if what not in (COMPUTES, ALL_TO_ALL))
-    busy = _length(computed)
-    with_moved = _length(_union([*computed, *moved]))
-    with_all = _length(_union([*computed, *moved, *others]))
+    seen = [
+        Span(one.what, "", max(one.begin_s, begin_s), min(one.end_s, end_s))
+        for one in inside.spans()
+    ]
+    computed = [one for one in seen if one.lane == COMPUTES]
+    moved = [one for one in seen if one.lane == ALL_TO_ALL]
+    others = [one for one in seen if one.lane not in (COMPUTES, ALL_TO_ALL)]
+    busy_s, with_moved_s, with_all_s = map(union_s, (computed, [*computed, *moved], seen))
+    exposed = with_moved_s - busy_s, with_all_s - with_moved_s
     whole_s = end_s - begin_s
-    parts = whole_s, busy, _length(moved), _length(others), with_moved - busy, with_all - with_moved
-    ms = [round(1e3 * seconds, 3) for seconds in (*parts, whole_s - with_all)]
+    parts = whole_s, busy_s, union_s(moved), union_s(others), *exposed, whole_s - with_all_s
+    ms = [round(1e3 * seconds, 3) for seconds in parts]
     return Step(*ms, losses=[float(loss or 0) for loss in run.losses])
 
 
@@ -81,20 +84,6 @@ def _now() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _length(spans: Sequence[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
 
 
 @contextlib.contextmanager

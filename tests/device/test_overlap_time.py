@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.bench.bench_overlap import ENV, NETWORK, SCHEDULES, STOCK, TIMES, model_flags
+from scripts.bench.bench_device import FREED_LATE
+from scripts.bench.bench_overlap import NETWORK, SCHEDULES, STOCK, TIMES, model_flags
 from scripts.bench.overlap_steps import Step, measure_each
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import size_flags
@@ -26,7 +27,9 @@ def test_as_much_of_the_all_to_alls_is_hidden_as_for_stock_and_more_of_the_gathe
     lines = [[*base, *STOCK, *SCHEDULES["overlapped"]]]
     lines += [[*ours, *more] for more in SCHEDULES.values()]
     network = replace(NETWORK, ranks_per_node=2)
-    for seen in te_worlds.run(measure_each, 2, lines, TIMES, network, env=ENV, timeout_s=590):
+    for seen in te_worlds.run(
+        measure_each, 2, lines, TIMES, network, env=FREED_LATE, timeout_s=590
+    ):
         stock, plain, overlapped, late = seen
         assert overlapped.losses == stock.losses
         assert plain.exposed_all_to_all == pytest.approx(plain.all_to_all, rel=0.01)

@@ -152,6 +152,14 @@ def _states(chunks: list, _: Any) -> list[torch.Tensor]:
     return [one.clone() for one in kept]
 
 
+def _same_bits(one: Any, other: Any) -> tuple[bool, bool]:
+    """Whether losses and norms of two runs are equal, and their states."""
+    states = zip(one.inspected, other.inspected, strict=True)
+    return one.losses_and_norms == other.losses_and_norms, all(
+        torch.equal(*pair) for pair in states
+    )
+
+
 def _with_and_without_reruns(folder: str) -> dict[str, tuple[bool, bool]]:
     """Of each way: whether losses and states have the same bits."""
     found: dict[str, tuple[bool, bool]] = {}
@@ -164,11 +172,7 @@ def _with_and_without_reruns(folder: str) -> dict[str, tuple[bool, bool]]:
             [*argv, *more, "--result-rejected-tracker-filename", notes], inspect=_states
         )
         assert Path(notes).read_text().count("FIRST_RERUN_NOT_REPRODUCIBLE") >= 2, way
-        states = zip(once.inspected, again.inspected, strict=True)
-        found[way] = (
-            once.losses_and_norms == again.losses_and_norms,
-            all(torch.equal(one, other) for one, other in states),
-        )
+        found[way] = _same_bits(once, again)
     return found
 
 
@@ -214,11 +218,7 @@ def _with_and_without_overflows() -> dict[str, tuple[bool, bool]]:
     for way in ("early update", "budgets", "experts"):
         argv = gpt_args("--train-iters", "4", *WAYS[way])
         once, again = _overflowing(argv, []), _overflowing(argv, [1, 3])
-        states = zip(once.inspected, again.inspected, strict=True)
-        found[way] = (
-            once.losses_and_norms == again.losses_and_norms,
-            all(torch.equal(one, other) for one, other in states),
-        )
+        found[way] = _same_bits(once, again)
     return found
 
 

@@ -391,9 +391,9 @@ REFUSALS: tuple[Refusal, ...] = (
         _DROP_BOTH,
         Refusal(
             "--qk-clip --transformer-impl local",
-            lambda args: (
+            lambda args: bool(
                 args.qk_clip
-                and bool(
+                and (
                     args.transformer_impl == "local"
                     or captures_layers(args)
                     or args.fp8
