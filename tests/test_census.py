@@ -116,6 +116,13 @@ def test_recipes_of_a_list_get_a_model_that_their_sizes_divide(tmp_path):
     path.write_text(json.dumps([recipe]))
     (case,) = find_cases([path])
     assert "--cuda-graph-modules attn moe_router moe_preprocess" in " ".join(case.flags)
+    # A number of layers alone offloads none in those configurations, and Megatron takes no graphs
+    # beside offloading.
+    offloaded = ["--cpu-offloading-num-layers", "5"]
+    for more, offloads in ((offloaded, True), (["--cuda-graph-impl", "local", *offloaded], False)):
+        path.write_text(json.dumps([recipe | {"flags": [*flags, *more]}]))
+        (case,) = find_cases([path])
+        assert ("--cpu-offloading-num-layers" in case.flags) == offloads
 
 
 @pytest.mark.slow

@@ -212,8 +212,6 @@ class HostStates:
         """Update these units with the gradients that their parameters have, as the optimizer would,
         and cast them to where parameters are sent from. Afterwards they have no gradient, so that
         the optimizer's own step leaves them alone."""
-        for scheduler in self._schedulers:  # gathers that may still read there
-            scheduler.gathers.drop_spares()
         self.take_over()
         groups = self._optimizer.param_groups
         group_of = {param: group for group in groups for param in group["params"]}

@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the schedule in which the thread that computes issues all collectives early."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
-from megatron_asynchzp.comm.driver import Driver, OnFailure
+from megatron_asynchzp.comm.driver import Driver, FailingAs, OnFailure
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES, Timeline, profiler_range
 
@@ -39,8 +36,7 @@ class MainThreadDriver(Driver):
         if self.device.runs_ahead:
             self._complete_older(task.lane)
         for other in self._unfinished:
-            is_due = any(before.lane == task.lane for before in other.after)
-            if is_due and other in self._postponed:
+            if other in self._postponed and any(before.lane == task.lane for before in other.after):
                 self._issue(other)
         is_held_up = any(other.lane == task.lane for other in self._postponed)
         self._unfinished.append(task)
@@ -68,19 +64,14 @@ class MainThreadDriver(Driver):
                 self.complete(other)
             else:
                 other.wait()
-        with self._attending(task, task.name):
+        stream = self.device.on_stream(self._streams[task.lane])
+        with FailingAs(self, task), stream, profiler_range(task.name):
             task.issue()
             if self.device.runs_ahead:
                 task.issue_rest()
                 if not task.is_on_its_way:
                     task.finish()
                 self._watchdog.watch(task.lane, task.has_ended, task)
-
-    @contextmanager
-    def _attending(self, task: Task, title: str) -> Generator[None]:
-        stream = self.device.on_stream(self._streams[task.lane])
-        with self.failing_as(task), stream, profiler_range(title):
-            yield
 
     def complete(self, task: Task) -> None:
         """Every task before it in its lane is completed first: a caller that waits for the last
@@ -94,7 +85,8 @@ class MainThreadDriver(Driver):
         if task in self._postponed:
             self._issue(task)
         if not task.is_usable:
-            with self._attending(task, f"wait for {task.name}"):
+            stream = self.device.on_stream(self._streams[task.lane])
+            with FailingAs(self, task), stream, profiler_range(f"wait for {task.name}"):
                 task.finish(keeps_handle=self.device.runs_ahead)
 
     def close(self) -> None:

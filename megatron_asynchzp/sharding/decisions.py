@@ -160,15 +160,15 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
 
     def use_unit(self, unit: Unit) -> Unit | None:
         """`unit` is needed now. Returns who was expected, at the first departure of a step."""
-        if self._stage_of(unit) is Stage.IN_USE:
+        if (stage := self._stage_of(unit)) is Stage.IN_USE:
             return None
         if self._residency is not None and self.is_training:
             self._residency.visit(unit)
         expected = self._uses.visit(unit)
-        if self._stage_of(unit) is Stage.KEPT:
+        if stage is Stage.KEPT:
             self._enter(unit, Stage.IN_USE)
         else:
-            if unit not in self._gathered:
+            if stage is None:
                 self._start(unit, self._take_extent(unit))
             self.begin_use(unit, self._enter(unit, Stage.IN_USE).held)
         self.note_shard_used(unit)

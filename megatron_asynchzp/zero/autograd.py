@@ -374,10 +374,10 @@ class HZPRuntime(StepScheduler):
             self._batch.depth[unit] -= 1
             # A recomputation in backward is followed by that unit's backward: keep it gathered.
             if self._batch.depth[unit] == 0 and not self._batch.in_backward:
-                place = None if unit.is_always_unsharded else memory_of(unit.full_param_storage)
+                pointer = unit.full_param_storage.untyped_storage().data_ptr()
                 self._release(unit, has_computed=True)
-                if unit in self.gathers.viewed and place is not None:
-                    self._refuse_kept_views(unit, place[0])
+                if unit in self.gathers.viewed and not unit.is_always_unsharded:
+                    self._refuse_kept_views(unit, pointer)
 
     def _refuse_kept_views(self, unit: HZPUnit, place: int) -> None:
         """Raise ConfigurationError where a module of `unit`, or the root itself, keeps a view of
@@ -488,7 +488,7 @@ class HZPRuntime(StepScheduler):
         self._saved_views.track(unit)
 
     def _release(self, unit: HZPUnit, has_computed: bool = False) -> None:
-        with _without_modes():
+        with _without_modes() if unit.is_unsharded else _NOTHING:
             if has_computed:
                 self.refuse_write_in_use(unit)
             self.gathers.release(unit)

@@ -120,8 +120,8 @@ def _before_grad_of(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
 
 
 def _carries_grad(value: Any) -> bool:
-    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-    return is_tensor and value.requires_grad
+    is_trained = isinstance(value, torch.Tensor) and value.requires_grad
+    return is_trained and not isinstance(value, nn.Parameter)  # which costs more
 
 
 def attach_call_hooks(

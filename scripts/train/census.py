@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_asynchzp.commands import verdict as of_start
 from megatron_asynchzp.commands.pretended_world import DEFAULT_SCRIPT, fewest_ranks, patch_megatron
-from megatron_asynchzp.commands.recipes import Flags, read_command
+from megatron_asynchzp.commands.recipes import Flags, read_command, without_flag
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.machine import machine_record
 
@@ -32,6 +32,9 @@ _RANKS_PER_NODE = 8
 # Megatron can capture no whole layer whose experts take any number of tokens. NVIDIA's recipes name
 # parts in an assignment of its own, which a list of flags may have lost.
 _CAPTURED_BESIDE_EXPERTS = ["--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"]
+# On a command line this switches offloading on. NVIDIA's configurations do that by an assignment of
+# its own, which their recipes with graphs don't have: Megatron takes no graphs beside offloading.
+_LAYERS_OFFLOADED = "--cpu-offloading-num-layers"
 # The other writer is a package that need not be installed here.
 _WRITER = ["--async-strategy", "mcore"]
 
@@ -78,9 +81,9 @@ def _shape_for(flags: list[str], stages: int) -> list[str]:
         return int(flags[flags.index(flag) + 1]) if flag in flags else 1
 
     tensor, pipeline = size("tensor-model"), size("pipeline-model")
-    offloaded, parts = "--cpu-offloading-num-layers", 2 * pipeline * stages
+    is_offloading, parts = _LAYERS_OFFLOADED in flags, 2 * pipeline * stages
     # Megatron wants more layers than are offloaded.
-    fewest = int(flags[flags.index(offloaded) + 1]) + 1 if offloaded in flags else 1
+    fewest = int(flags[flags.index(_LAYERS_OFFLOADED) + 1]) + 1 if is_offloading else 1
     layers, length = -(-fewest // parts) * parts, 64 * tensor * size("context")
     values = {"num-layers": layers, "hidden-size": 512 * tensor, "num-attention-heads": 8 * tensor}
     values |= {"seq-length": length, "max-position-embeddings": length, "train-iters": 10}
@@ -115,6 +118,8 @@ def _of_list(path: Path) -> Iterator[Case]:
     for recipe in json.loads(path.read_text()):
         # As the configuration has it, and not the parser.
         flags = ["--use-nccl-ub" if flag == "--nccl-ub" else flag for flag in recipe["flags"]]
+        if "--cuda-graph-impl" in flags:
+            flags = without_flag(flags, _LAYERS_OFFLOADED)
         ranks = recipe["gpus"]
         flags += _shape_for(flags, recipe["vpp"] or 1)
         if "--num-experts" in flags and _captures_all_of_layers(flags):

@@ -24,7 +24,7 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 821,
+    "at_rest": 819,
     "attention": 2605,
     "checkpoint_files": 1600,
     "comm": 2400,
@@ -32,7 +32,7 @@ BUDGETS = {
     "cpu_platform": 1050,
     "failure": 900,
     "hf": 2830,
-    "library": 2778,
+    "library": 2780,
     "mcore": 9977,
     "planner": 4273,
     "sharding": 1808,
