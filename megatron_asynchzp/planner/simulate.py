@@ -93,12 +93,36 @@ class Step:
         return max(self.stages, key=lambda stage: stage.exposed_s)
 
 
+class _Link:
+    """A link that the operations on it share evenly, as messages of several collectives do.
+
+    served: seconds of the link that each operation has got which was on it all the time.
+    waiting: of each operation, what `served` is when it is done, and its node, as a heap.
+    """
+
+    __slots__ = ("number", "served", "since", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, int]] = []
+        self.served = self.since = 0.0
+        self.number = 0  # of the end that was planned last
+
+    def advance(self, now: float) -> None:
+        if self.waiting:
+            self.served += (now - self.since) / len(self.waiting)
+        self.since = now
+
+    def plan_end(self) -> tuple[float, int]:
+        """When the next operation is done if nothing else comes, and the number of that plan."""
+        self.number += 1
+        return self.since + (self.waiting[0][0] - self.served) * len(self.waiting), self.number
+
+
 class _Network:
     """Nodes of work with what comes before them, and when each ran.
 
-    A node occupies its resource for its length, and ends when its latency has passed too. A
-    resource takes the node that was ready first. Nodes leave the heap in the order in which they
-    become ready, and what a node makes ready is ready later; so no node is overtaken.
+    A node occupies its resource for its length, and ends when its latency has passed too. Links are
+    shared; what computes has one node at a time, for each comes after the one before.
     """
 
     def __init__(self, num_resources: int):
@@ -110,7 +134,6 @@ class _Network:
         self.begin: list[float] = []
         self.end: list[float] = []
         self.busy = [0.0] * num_resources
-        self._free = [0.0] * num_resources
 
     def add(self, resource: int, length: float, after: Sequence[int], latency: float = 0.0) -> int:
         node = len(self.length)
@@ -126,31 +149,49 @@ class _Network:
     def run(self) -> None:
         count = len(self.length)
         length, latency = self.length, self.latency
-        resource, waits, then = self.resource, self.waits, self.then
-        free, busy = self._free, self.busy
+        resource, waits, then, busy = self.resource, self.waits, self.then, self.busy
+        links = [_Link() for _ in busy]
         self.begin, self.end, ready = [0.0] * count, [0.0] * count, [0.0] * count
         begins, ends = self.begin, self.end
-        heap = [(0.0, node) for node in range(count) if waits[node] == 0]
+        # Nodes that become ready, with 0, and links, as ~index, with the number of a planned end.
+        heap = [(0.0, node, 0) for node in range(count) if waits[node] == 0]
         done = 0
         while heap:
-            begin, node = heappop(heap)
-            one = resource[node]
-            if one >= 0:
-                if free[one] > begin:
-                    begin = free[one]
-                end = free[one] = begin + length[node]
-                busy[one] += length[node]
+            end, node, number = heappop(heap)
+            if node >= 0:
+                begins[node] = end
+                one = resource[node]
+                if one >= 0:
+                    busy[one] += length[node]
+                if one % _PER_STAGE and one >= 0:
+                    link = links[one]
+                    link.advance(end)
+                    heappush(link.waiting, (link.served + length[node], node))
+                    planned, number = link.plan_end()
+                    heappush(heap, (planned, ~one, number))
+                    continue
+                end += length[node]
             else:
-                end = begin + length[node]
+                link = links[~node]
+                if number != link.number:
+                    continue  # something came meanwhile
+                link.advance(end)
+                if len(link.waiting) > 1:
+                    _, done_node = heappop(link.waiting)
+                    planned, number = link.plan_end()
+                    heappush(heap, (planned, node, number))
+                    node = done_node
+                else:
+                    _, node = link.waiting.pop()
             end += latency[node]
-            begins[node], ends[node] = begin, end
+            ends[node] = end
             done += 1
             for other in then[node]:
                 if end > ready[other]:
                     ready[other] = end
                 waits[other] -= 1
                 if waits[other] == 0:
-                    heappush(heap, (ready[other], other))
+                    heappush(heap, (ready[other], other, 0))
         if done < count:
             raise RuntimeError(f"{count - done} operations of the step wait for each other")
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from scripts.bench.compare_measure import prepare_environment
@@ -166,14 +166,15 @@ def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict],
     twice = measured(fits[0].network, [*fits, *fits], log)
     fit_steps = [a + b for a, b in zip(twice, twice[len(fits) :])]  # all others follow from them
     hosts = hosts_of(fits, fit_steps, hops)
-    points = points_of(hosts)
+    as_fit = {replace(point, fitted=False): point for point in fits}
+    points = [as_fit.get(point, point) for point in points_of(hosts)]
     num_searched = len(points) - len(further_points())
     points = points[:most_points]
-    _say(f"{len(points)} configurations to measure")
-    steps: dict[Point, list[float]] = {point: [] for point in points}
+    steps: dict[Point, list[float]] = {point: [] for point in points if not point.fitted}
+    _say(f"{len(steps)} configurations to measure")
     for turn in range(turns):
-        for network in dict.fromkeys(point.network for point in points):
-            those = [point for point in points if point.network == network]
+        for network in dict.fromkeys(point.network for point in steps):
+            those = [point for point in steps if point.network == network]
             found_s = measured(network, those, log)
             for point, steps_s in zip(those, found_s, strict=True):
                 steps[point] += steps_s
@@ -182,7 +183,7 @@ def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict],
     searched = set(points[:num_searched])
     lines = [
         record(point, steps[point], hosts[point.model.name]) | {"searched": point in searched}
-        for point in [*fits, *points]
+        for point in dict.fromkeys([*fits, *points])
     ]
     return lines, hosts
 

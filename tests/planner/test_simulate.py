@@ -110,9 +110,19 @@ def test_a_lane_moves_what_it_has_while_another_waits_for_a_latency():
     late = [Transfer("between", 1.0, 1.0)]
     waiting = UnitCost("u", 1.0, 1.0, gather=late, reduce=late)
     slow, fast = step_of(16, without_latencies(waiting)), step_of(16, waiting)
-    assert fast.step_s < 0.8 * slow.step_s
+    assert fast.step_s < 0.9 * slow.step_s
     links = [step.stages[0].links_s["between"] for step in (slow, fast)]
     assert links[0] == pytest.approx(2 * links[1])
+
+
+def test_operations_of_several_lanes_share_a_link_evenly():
+    cost = UnitCost("u", 1.0, 1.0, [Transfer("inside", 0.5)], [Transfer("inside", 0.5)])
+    # Memory for one unit: each gather begins with the reduction of the unit before.
+    least = ScheduleConfig("threaded", 1, SIZE.params + SIZE.grads)
+    step = step_of(8, cost, 1, schedule=least, with_spans=True)
+    waits = [end - start for lane, _, start, end in step.spans[0] if lane == "wait"]
+    assert waits == pytest.approx(8 * [0.5] + 7 * [1.0] + [0.5])
+    assert step.worst.links_s["inside"] == pytest.approx(16 * 0.5 + 8 * 0.5 - 0.5)
 
 
 def test_parameters_are_rebuilt_while_the_host_prepares_the_step():
