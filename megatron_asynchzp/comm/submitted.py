@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from megatron_asynchzp.failure.standstill import LENGTH
 
-_OF_MICRO_BATCHES = ("gather", "reduce")
+_OF_MICRO_BATCHES = ("gather ", "reduce ")
 
 # More entries than this are folded into one where the record is shortened.
 _LONG_RECORD = 1000
@@ -30,7 +30,7 @@ def crosses_groups(entry: str) -> bool:
     micro-batches in a step, and meet where each unit's gradient and parameters cross them, once a
     step.
     """
-    return entry.partition(" ")[0] not in _OF_MICRO_BATCHES
+    return not entry.startswith(_OF_MICRO_BATCHES)
 
 
 class Submitted:

@@ -42,6 +42,7 @@ class Task:
     start: makes the generator.
     ready: events that must have happened before (None: has happened).
     after: tasks whose results it reads (None: there is none).
+    name: lane and unit, for traces and records.
 
     The driver sets the rest. step: which step it belongs to; number: of its lane's tasks, from 1;
     is_usable: the results exist or, on a stream, are on their way; event: after which they can be
@@ -70,15 +71,10 @@ class Task:
         ready: Sequence[Any] = (),
         after: "Sequence[Task | None]" = (),
     ):
-        self.lane, self.unit, self.axes = lane, unit, axes
+        self.lane, self.unit, self.axes, self.name = lane, unit, axes, f"{lane} {unit}"
         self.start = start
         self.ready = ready
         self.after = [task for task in after if task is not None]
-
-    @property
-    def name(self) -> str:
-        """Lane and unit, for traces and records."""
-        return f"{self.lane} {self.unit}"
 
     @property
     def title(self) -> str:

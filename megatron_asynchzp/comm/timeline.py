@@ -41,11 +41,14 @@ class Span(NamedTuple):
     end: Any
 
 
+_NOT_RECORDED = nullcontext()
+
+
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """Show what happens within by `name` in a trace of torch.profiler that records this thread."""
     # Each task passes here: this takes a fifteenth of record_function where nothing is recorded.
     is_recorded = torch.autograd._profiler_enabled()  # pyright: ignore
-    return torch.profiler.record_function(f"asynchzp: {name}") if is_recorded else nullcontext()
+    return torch.profiler.record_function(f"asynchzp: {name}") if is_recorded else _NOT_RECORDED
 
 
 @dataclass(frozen=True)

@@ -353,8 +353,7 @@ class ShardedModel:
                 "step() of a sharded model's optimizer takes no closure; call backward before it"
             )
         self._sync_grads()
-        # Of an evaluation that ended early after that: they read what is written next.
-        self.runtime.gathers.drop_spares()
+        self.runtime.await_readers()  # an evaluation may have left some after that
         for part in self._trained:
             grad = grad_of(part.param)
             part.param.__class__ = nn.Parameter

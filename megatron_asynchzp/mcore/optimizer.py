@@ -186,6 +186,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
                 self._skip_update()
                 return False, grad_norm, num_zeros
             self._may_stand = not self._is_clipped(grad_norm)
+            for chunk in self.model_chunks:  # an evaluation may have left some after the sync
+                chunk.runtime.await_readers()
             if self._host_states is not None:
                 self._host_states.update()
             return self.step_with_ready_grads(), grad_norm, num_zeros

@@ -96,7 +96,7 @@ class Step:
 class _Link:
     """A link that the operations on it share evenly, as messages of several collectives do.
 
-    served: seconds of the link that each operation has got which was on it all the time.
+    served: seconds of service that an operation has had which was there from the start.
     waiting: of each operation, what `served` is when it is done, and its node, as a heap.
     """
 
@@ -121,8 +121,8 @@ class _Link:
 class _Network:
     """Nodes of work with what comes before them, and when each ran.
 
-    A node occupies its resource for its length, and ends when its latency has passed too. Links are
-    shared; what computes has one node at a time, for each comes after the one before.
+    A node has its resource for its length, longer on a link that others are on, and ends when its
+    latency has passed too. What computes has one node at a time: each comes after the one before.
     """
 
     def __init__(self, num_resources: int):
@@ -151,21 +151,23 @@ class _Network:
         length, latency = self.length, self.latency
         resource, waits, then, busy = self.resource, self.waits, self.then, self.busy
         links = [_Link() for _ in busy]
+        is_link = [index % _PER_STAGE > 0 for index in range(len(busy))] + [False]  # none: the last
         self.begin, self.end, ready = [0.0] * count, [0.0] * count, [0.0] * count
         begins, ends = self.begin, self.end
         # Nodes that become ready, with 0, and links, as ~index, with the number of a planned end.
         heap = [(0.0, node, 0) for node in range(count) if waits[node] == 0]
         done = 0
         while heap:
-            end, node, number = heappop(heap)
+            now, node, number = heappop(heap)
+            end = now
             if node >= 0:
-                begins[node] = end
+                begins[node] = now
                 one = resource[node]
                 if one >= 0:
                     busy[one] += length[node]
-                if one % _PER_STAGE and one >= 0:
+                if is_link[one]:
                     link = links[one]
-                    link.advance(end)
+                    link.advance(now)
                     heappush(link.waiting, (link.served + length[node], node))
                     planned, number = link.plan_end()
                     heappush(heap, (planned, ~one, number))
@@ -175,7 +177,7 @@ class _Network:
                 link = links[~node]
                 if number != link.number:
                     continue  # something came meanwhile
-                link.advance(end)
+                link.advance(now)
                 if len(link.waiting) > 1:
                     _, done_node = heappop(link.waiting)
                     planned, number = link.plan_end()

@@ -193,8 +193,8 @@ def ring_of(collective: Collective, group: Group, cluster: Cluster) -> Ring:
 
 
 class Transfer(NamedTuple):
-    """Use of a link by a collective, which occupies it for busy_s seconds and ends latency_s later;
-    in that time others may use the link."""
+    """Use of a link by a collective: busy_s seconds where nothing else uses it, and latency_s until
+    the end, in which it does not use the link."""
 
     link: str
     busy_s: float

@@ -314,8 +314,8 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
 
     def _try_gather_ahead(self, unit: Unit) -> bool:
         """Gather `unit` if the depth and the memory allow it. Returns whether."""
-        size = self._sizes[unit]
-        if sum(self._sizes[ahead] == size for ahead in self._all_in(Stage.AHEAD)) >= self._depth:
+        ahead = [self._sizes[other] for other in self._all_in(Stage.AHEAD)]
+        if ahead.count(self._sizes[unit]) >= self._depth:
             return False
         extent = self._find_span(unit)
         if extent is not None:

@@ -120,8 +120,8 @@ def _before_grad_of(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
 
 
 def _carries_grad(value: Any) -> bool:
-    is_trained = isinstance(value, torch.Tensor) and value.requires_grad
-    return is_trained and not isinstance(value, nn.Parameter)  # which costs more
+    carries = isinstance(value, torch.Tensor) and value.requires_grad
+    return carries and not isinstance(value, nn.Parameter)  # asked last, for it costs more
 
 
 def attach_call_hooks(

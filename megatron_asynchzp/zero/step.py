@@ -273,6 +273,13 @@ class StepScheduler:
         for unit in self.units:
             unit.zero_grads()
 
+    def await_readers(self) -> None:
+        """Let main parameters be written next, and gradients. What was sent early reads both, the
+        syncs of the last step read the former, where this step did not use a unit, and so do
+        gathers that are left of a step with fewer micro-batches, or of an evaluation."""
+        self.gathers.drop_spares()
+        self.gathers.join_syncs()
+
     def sync_grads(self) -> None:
         """After the last micro-batch: main_grad fragments become the sum over all ranks x scale.
 
@@ -296,11 +303,7 @@ class StepScheduler:
             if not self.reductions.is_syncing(unit):
                 self._start_grad_sync(unit)
         self.reductions.finish()
-        # Gradients are written next, and main parameters: by clipping and by the optimizer. What
-        # was sent early reads both, the syncs of the last step read the latter, where this step did
-        # not use a unit, and so do spare gathers, where it had fewer micro-batches.
-        self.gathers.drop_spares()
-        self.gathers.join_syncs()
+        self.await_readers()  # gradients are written next, by clipping
         self.gathers.record_order()
         if self.agrees_on_reached:
             self.reached = self._agree_on_reached()

@@ -183,7 +183,7 @@ def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict],
     searched = set(points[:num_searched])
     lines = [
         record(point, steps[point], hosts[point.model.name]) | {"searched": point in searched}
-        for point in dict.fromkeys([*fits, *points])
+        for point in dict.fromkeys([*points, *fits])
     ]
     return lines, hosts
 

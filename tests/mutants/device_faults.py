@@ -248,9 +248,9 @@ class Breaker:
         return self.is_broken(NO_HOST_WAIT, caller.text) or real(device, *rest)
 
     def _on_stream(self, caller: _Caller, real: Any, device: Any, stream: Any) -> Any:
-        frame = sys._getframe(2).f_locals
-        does = "is completed" if frame["title"].startswith("wait") else "is issued"
-        if self.is_broken(NO_LANE, f"{frame['task'].lane}: {does}"):
+        frame = sys._getframe(2)
+        does = "is completed" if frame.f_code.co_name == "complete" else "is issued"
+        if self.is_broken(NO_LANE, f"{frame.f_locals['task'].lane}: {does}"):
             stream = torch.cuda.Stream()
         return real(device, stream)
 
