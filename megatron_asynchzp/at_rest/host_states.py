@@ -177,7 +177,7 @@ class HostStates:
         optimizer: torch.optim.Optimizer,
         params_of: Mapping[HZPUnit, Sequence[torch.nn.Parameter]],
     ):
-        self._schedulers, self._optimizer = schedulers, optimizer
+        self._optimizer = optimizer
         driver = schedulers[0].driver
         self._device = driver.device
         self._held = [

@@ -150,8 +150,7 @@ class _Network:
         count = len(self.length)
         length, latency = self.length, self.latency
         resource, waits, then, busy = self.resource, self.waits, self.then, self.busy
-        links = [_Link() for _ in busy]
-        is_link = [index % _PER_STAGE > 0 for index in range(len(busy))] + [False]  # none: the last
+        links = {index: _Link() for index in range(len(busy)) if index % _PER_STAGE}
         self.begin, self.end, ready = [0.0] * count, [0.0] * count, [0.0] * count
         begins, ends = self.begin, self.end
         # Nodes that become ready, with 0, and links, as ~index, with the number of a planned end.
@@ -165,8 +164,7 @@ class _Network:
                 one = resource[node]
                 if one >= 0:
                     busy[one] += length[node]
-                if is_link[one]:
-                    link = links[one]
+                if (link := links.get(one)) is not None:
                     link.advance(now)
                     heappush(link.waiting, (link.served + length[node], node))
                     planned, number = link.plan_end()
@@ -178,13 +176,11 @@ class _Network:
                 if number != link.number:
                     continue  # something came meanwhile
                 link.advance(now)
-                if len(link.waiting) > 1:
-                    _, done_node = heappop(link.waiting)
+                _, ended = heappop(link.waiting)
+                if link.waiting:
                     planned, number = link.plan_end()
                     heappush(heap, (planned, node, number))
-                    node = done_node
-                else:
-                    _, node = link.waiting.pop()
+                node = ended
             end += latency[node]
             ends[node] = end
             done += 1

@@ -374,8 +374,8 @@ class HZPRuntime(StepScheduler):
             self._batch.depth[unit] -= 1
             # A recomputation in backward is followed by that unit's backward: keep it gathered.
             if self._batch.depth[unit] == 0 and not self._batch.in_backward:
-                is_kept = unit.is_always_unsharded
-                pointer = 0 if is_kept else unit.full_param_storage.untyped_storage().data_ptr()
+                is_whole = unit.is_always_unsharded
+                pointer = 0 if is_whole else unit.full_param_storage.untyped_storage().data_ptr()
                 self._release(unit, has_computed=True)
                 if unit in self.gathers.viewed and pointer:
                     self._refuse_kept_views(unit, pointer)
