@@ -6,6 +6,7 @@ of results, from these to their records, and every link between documents."""
 import json
 import math
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from scripts.report import rebuild
 from scripts.report.published import PICTURES
-from scripts.report.records import EXPECTED, FOLDER, read_record
+from scripts.report.records import EXPECTED, FOLDER, read, read_record
 
 ROOT = rebuild.ROOT
 README, RESULTS = ROOT / "README.md", rebuild.RESULTS
@@ -66,12 +67,19 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
-def existing_paths(text: str) -> list[str]:
-    """Files of scripts/ and tests/ that `text` names, as paths or by -m."""
+def named_paths(text: str) -> list[str]:
+    """Files of scripts/ and tests/ that `text` may name, as paths or by -m."""
     modules = [module.rstrip(".").replace(".", "/") for module in _MODULE.findall(text)]
     files = (f"{name}{ending}" for name in modules for ending in (".py", "/__main__.py"))
-    paths = (path.rstrip(".") for path in _PATH.findall(text))
-    return [name for name in (*paths, *files) if (ROOT / name).is_file()]
+    return [*(path.rstrip(".") for path in _PATH.findall(text)), *files]
+
+
+def existing_paths(text: str) -> list[str]:
+    return [name for name in named_paths(text) if (ROOT / name).is_file()]
+
+
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
 
 
 def tables_without_a_source(text: str) -> list[str]:
@@ -135,7 +143,18 @@ def test_every_record_is_small_and_has_a_command_that_exists_and_a_date_and_no_p
         assert dated and read_record(name).lines, name
         for line in dated:
             assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", line["date"]), name
-            assert "tag" in line or existing_paths(line["command"]), line["command"]
+            assert "commit" in line or existing_paths(line["command"]), line["command"]
+
+
+def test_a_command_that_went_is_at_the_commit_that_its_record_names():
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("the history is not here")
+    lines = [line for file in FOLDER.glob("*.jsonl") for line in read([file])]
+    gone = {(line["commit"], line["command"]) for line in lines if "commit" in line}
+    assert gone
+    for commit, command in gone:
+        files = git("ls-tree", "-r", "--name-only", commit, "scripts", "tests").stdout.splitlines()
+        assert set(named_paths(command)) & set(files), (commit, command)
 
 
 def test_every_record_has_a_place_and_every_picture_of_the_results_a_record():

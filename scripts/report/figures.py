@@ -203,7 +203,7 @@ def stated(file: str, text: str) -> str:
 
 
 def recorded(record: str, name: str) -> str:
-    """The figure that a record holds as text: what made it is in the history, at its tag."""
+    """The figure that a record holds as text: what made it is in the history, at its commit."""
     lines = read_record(record).lines
     figures = [line for line in lines if line.get("kind") == "figure"]
     return next(line["text"] for line in figures if line["name"] == name)

@@ -40,7 +40,7 @@ MIB = 2**20
 USUAL = {"Python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"}
 _MOST_COMMANDS = 1
 _MOST_CHARACTERS = 130
-# Tables as text, and their records. What made them is in the history, at the record's tag.
+# Tables as text, and their records. What made them is in the history, at the record's commit.
 RECORDED = {
     "bit flips": "bit_flips",
     "early update": "early_update",
@@ -66,7 +66,7 @@ class Picture(NamedTuple):
     document, what it shows and the folder as seen from there."""
 
     record: str
-    draw: Callable[[Record, Path], None] | None  # None: at the record's tag
+    draw: Callable[[Record, Path], None] | None  # None: at the record's commit
     alt: str = ""
     folder: str = ""
 
@@ -94,8 +94,8 @@ def provenance(name: str) -> str:
         parts += [f"{first['cpus']} cores"] if first["cpus"] != 2 else []
         parts += [f"{name} {it}" for name, it in found.items() if it and it != USUAL.get(name)]
     where = f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`"
-    if tags := sorted({run["tag"] for run in runs if "tag" in run}):
-        return f"{where}, made at the tag {', '.join(tags)} by the command that it names."
+    if commits := sorted({run["commit"] for run in runs if "commit" in run}):
+        return f"{where}, made at commit {', '.join(commits)} by the command that it names."
     commands = list(dict.fromkeys(_shortened(run["command"]) for run in runs))
     if more := len(commands[_MOST_COMMANDS:]):
         commands[_MOST_COMMANDS:] = [f"# and {more} more: in the record"]
