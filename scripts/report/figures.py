@@ -3,13 +3,11 @@
 """Owns how a single published figure follows from its record: "KIND; ARGUMENT; ..." names it."""
 
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 from scripts.report import (
     census_table,
-    checkpoint_table,
     cluster_table,
     compare_table,
     fault_table,
@@ -82,16 +80,6 @@ def compare_holds(network: str, contender: str, other: str, memory: str) -> str:
     of = {"rest": compare_table.state_of, "peak": compare_table.peak_of}[memory]
     more = of(_row(network, contender)) / of(_row(network, other)) - 1
     return f"{100 * abs(more):.0f}% {'more' if more >= 0 else 'less'}"
-
-
-def checkpoint_ratio(act: str, stock: str) -> str:
-    """Seconds of ours over those of `stock`, by medians, least to most of our sizes."""
-    runs = checkpoint_table.gathered(read_record("checkpoints").lines)
-    middle = {
-        name: statistics.median(one["seconds"] for one in acts[act]) for name, acts in runs.items()
-    }
-    ratios = [ms / middle[stock] for name, ms in middle.items() if name.startswith("AsyncHZP")]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def quickstart_figure(run: str, what: str) -> str:
@@ -216,7 +204,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "compare": compare_figure,
     "compare ahead": compare_ahead,
     "compare holds": compare_holds,
-    "checkpoint ratio": checkpoint_ratio,
     "quickstart": quickstart_figure,
     "quickstart apart": quickstart_apart,
     "quickstart equal": quickstart_equal,

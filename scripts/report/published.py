@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from scripts.report import (
     census_table,
-    checkpoint_table,
     cluster_table,
     compare_front,
     compare_picture,
@@ -29,7 +28,6 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
-from scripts.report.offload_table import offload_table
 from scripts.report.overlap_table import overlap_table
 from scripts.report.parity_table import parity_table
 from scripts.report.plot_timeline import write_picture
@@ -43,10 +41,13 @@ _MOST_CHARACTERS = 130
 # Tables as text, and their records. What made them is in the history, at the record's commit.
 RECORDED = {
     "bit flips": "bit_flips",
+    "checkpoints": "checkpoints",
     "early update": "early_update",
     "grad wire": "grad_wire",
+    "graph host cost": "graph_host_cost",
     "launch orders": "launch_orders",
     "muon": "muon",
+    "offload": "offload",
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
     "pipeline": "pipeline",
@@ -191,11 +192,8 @@ TABLES: dict[str, Table] = {
         "compare_pipelines",
         lambda lines: compare_table.measured_table(_on("slow-between-nodes", lines)),
     ),
-    "checkpoints": Table("checkpoints", checkpoint_table.tables),
     "parity": Table("parity", _longest_parity),
     "host cost": Table("host_cost", _host_cost),
-    "graph host cost": Table("graph_host_cost", _host_cost),
-    "offload": Table("offload", offload_table),
     "overlap": Table("overlap", overlap_table),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),

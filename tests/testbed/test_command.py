@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import bench_checkpoints, bench_schedules, compare
+from scripts.bench import bench_schedules, compare
 from scripts.testbed import __main__ as testbed
 from scripts.testbed import netns
 from scripts.testbed.command import RankCommand, run_as_ranks
@@ -121,7 +121,6 @@ def test_the_status_is_that_of_the_first_rank_that_fails_or_does_not_end(
         (netns, ["--inter", "fast", "--", "true"], "--inter: fast is not a rate such as 500mbit"),
         (bench_schedules, ["--contenders", "zero-9"], "zero-9: not one of compute only"),
         (bench_schedules, ["--inter-gbit", "0"], "--inter-gbit must be above 0"),
-        (bench_checkpoints, ["--saves", "1"], "must be at least 2: a first one and a later one"),
         (compare, ["--nodes", "3", "--ranks", "1"], "must be a multiple of 4"),
     ],
 )
