@@ -14,8 +14,7 @@ import pytest
 
 from megatron_asynchzp import command
 from megatron_asynchzp.planner.cluster_files import load_cluster
-from scripts.versions.cells import INSTALLS, Cell, Install
-from scripts.versions.environments import FOLDER, build_wheel, commands_of
+from tests.support.installs import FOLDER, INSTALLS, TORCH, Install, build_wheel, commands_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -184,7 +183,7 @@ def commands_of_pages() -> list[str]:
 
 @pytest.mark.parametrize(
     "installed",
-    [one for one in INSTALLS if one.torch == Cell().torch],
+    [one for one in INSTALLS if one.torch == TORCH],
     indirect=True,
     ids=lambda one: one.name,
 )

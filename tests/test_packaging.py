@@ -28,8 +28,8 @@ from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE
 from megatron_asynchzp.errors import EXTRAS
 from megatron_asynchzp.versions import untested
 from scripts.testbed.ranks import run_ranks
-from scripts.versions.environments import build_wheel
 from tests.support.bare_environment import PROJECT, forget_other_packages
+from tests.support.installs import build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 

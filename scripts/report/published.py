@@ -24,7 +24,6 @@ from scripts.report import (
     scale_table,
     schedule_bars,
     schedule_grid,
-    versions_table,
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
@@ -51,6 +50,8 @@ RECORDED = {
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
     "pipeline": "pipeline",
+    "versions": "versions",
+    "versions checkpoints": "versions",
 }
 
 
@@ -204,8 +205,6 @@ TABLES: dict[str, Table] = {
     "real size": Table("real_size", peak_table.table),
     "recipes": Table("recipes", census_table.by_hardware),
     "recipes verdicts": Table("recipes", census_table.by_verdict),
-    "versions": Table("versions", versions_table.versions_table),
-    "versions checkpoints": Table("versions", versions_table.moves_table),
     "faults lines": Table("faults", lambda lines: fault_table.ends(lines, "library")),
     "faults megatron lines": Table(
         "faults", lambda lines: fault_table.ends(lines, "megatron", False)
