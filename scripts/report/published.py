@@ -27,7 +27,6 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
-from scripts.report.overlap_table import overlap_table
 from scripts.report.parity_table import parity_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
@@ -47,6 +46,7 @@ RECORDED = {
     "launch orders": "launch_orders",
     "muon": "muon",
     "offload": "offload",
+    "overlap": "overlap",
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
     "pipeline": "pipeline",
@@ -195,7 +195,6 @@ TABLES: dict[str, Table] = {
     ),
     "parity": Table("parity", _longest_parity),
     "host cost": Table("host_cost", _host_cost),
-    "overlap": Table("overlap", overlap_table),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),
     "planner": Table("planner_published", planner_table.markdown),

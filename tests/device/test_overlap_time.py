@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's overlapped schedule by the device's clock: ours hides what stock hides, and more."""
 
-from dataclasses import replace
-
 import pytest
 
 from scripts.bench.bench_device import FREED_LATE
-from scripts.bench.bench_overlap import NETWORK, SCHEDULES, STOCK, TIMES, model_flags
-from scripts.bench.overlap_steps import Step, measure_each
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.profile import NetworkProfile
+from tests.support.overlap_steps import SCHEDULES, STOCK, TIMES, Step, measure_each, model_flags
 
 
 def hidden(step: Step) -> float:
@@ -26,7 +24,8 @@ def test_as_much_of_the_all_to_alls_is_hidden_as_for_stock_and_more_of_the_gathe
     ours = [*base, *size_flags((2, 2, 2))]
     lines = [[*base, *STOCK, *SCHEDULES["overlapped"]]]
     lines += [[*ours, *more] for more in SCHEDULES.values()]
-    network = replace(NETWORK, ranks_per_node=2)
+    # One node, whose ranks share a link of 12.5 MB/s: the model is small.
+    network = NetworkProfile("device", intra_gbit=0.1, ranks_per_node=2)
     for seen in te_worlds.run(
         measure_each, 2, lines, TIMES, network, env=FREED_LATE, timeout_s=590
     ):

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of bench_overlap measures."""
+"""One step of Megatron with experts, by the clock of the emulated device: layer by layer, and with
+one micro-batch's backward beside the next one's forward, with and without late weight gradients.
+
+Attention, experts, collectives and messages take stated times, all else and the host take none.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +16,13 @@ import torch
 
 from megatron_asynchzp.comm.timeline import Span, union_s
 from scripts.testbed.contenders.layer_delay import Delay
-from scripts.testbed.megatron_runs import listening, on_device, run_pretrain
+from scripts.testbed.megatron_flags import (
+    DISTRIBUTED_OPTIMIZER,
+    MIXTURE_OF_EXPERTS,
+    flags_of,
+    shape_flags,
+)
+from scripts.testbed.megatron_runs import gpt_args, listening, on_device, run_pretrain
 from scripts.testbed.profile import NetworkProfile
 
 STEPS = 4  # the third is measured: ours knows from the first what follows what
@@ -26,6 +36,32 @@ class Times:
 
     attention_s: float
     experts_s: float
+
+
+TIMES = Times(6e-3, 8e-3)
+OVERLAPPED = ["--overlap-moe-expert-parallel-comm"]
+SCHEDULES = {
+    "layer by layer": [],
+    "overlapped": OVERLAPPED,
+    "overlapped, late": [*OVERLAPPED, "--delay-wgrad-compute"],
+}
+# A bucket for about each attention and each rank's experts, as a large model has them.
+STOCK = [*DISTRIBUTED_OPTIMIZER, "--ddp-bucket-size", "16000"]
+
+
+def model_flags(ranks: int, experts_on: int, layers: int, micro_batches: int) -> list[str]:
+    """experts_on: ranks that a layer's four experts are on; micro_batches: of a rank."""
+    # fmt: off
+    return gpt_args(
+        "--bf16", *shape_flags(layers, 64, 256), *MIXTURE_OF_EXPERTS, "--moe-grouped-gemm",
+        *flags_of({
+            "ffn-hidden-size": 128, "moe-ffn-hidden-size": 64, "attention-backend": "unfused",
+            "expert-model-parallel-size": experts_on, "global-batch-size": ranks * micro_batches,
+        }),
+        # Stock's host waits for its search for NaN in each bucket before it reduces it.
+        "--no-bias-swiglu-fusion", "--clip-grad", "1000", "--no-check-for-nan-in-loss-and-grad",
+    )
+    # fmt: on
 
 
 class Step(NamedTuple):
