@@ -25,7 +25,6 @@ from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.bench.compare_plan import PUBLISHED, STEPS, WARM_UP
 from scripts.report import compare_front
-from scripts.report.compare_picture import draw
 from scripts.report.compare_table import calibration_lines, markdown
 from scripts.report.records import append
 from scripts.testbed.contenders.side_by_side import MICRO_BATCHES, Contender, contenders, pipelines
@@ -101,10 +100,9 @@ def main() -> None:
         records += study.run(file, deadline_s)
     text = markdown(records)
     (args.out / "table.md").write_text(text)
-    draw(records, args.out / "compare.png")
     compare_front.draw(records, args.out / "compare_front.png")
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
-    print(f"{args.out}/: records.jsonl, table.md, compare.png, compare_front.png")
+    print(f"{args.out}/: records.jsonl, table.md, compare_front.png")
 
 
 def _published() -> Iterator[Study]:

@@ -3,7 +3,7 @@
 """Prints a table, or draws a picture, of records that a benchmark wrote.
 
 python -m scripts.report schedules runs/schedules.jsonl
-python -m scripts.report compare.png runs/compare/records.jsonl --output compare.png
+python -m scripts.report compare_front.png runs/compare/records.jsonl --output front.png
 """
 
 import argparse

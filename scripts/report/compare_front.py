@@ -11,12 +11,16 @@ from typing import Any
 
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
-from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.compare_table import peak_of
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
-_MARKS = {OURS: ("o", styles.OURS), ND: ("s", styles.STOCK), SHARDED: ("^", styles.PEER)}
+# Mark, colour and what is said of a family.
+_FAMILIES = {
+    OURS: ("o", styles.OURS, "AsyncHZP"),
+    ND: ("s", styles.STOCK, "stock Megatron: data, tensor and pipeline parallelism"),
+    SHARDED: ("^", styles.PEER, "sharded peers: Megatron-FSDP, FSDP2, DeepSpeed"),
+}
 
 
 def front(rows: Iterable[Row]) -> list[Row]:
@@ -43,7 +47,9 @@ def figure_of(records: Iterable[dict]) -> Any:
     """A matplotlib figure."""
     from matplotlib.lines import Line2D
 
-    found = on_networks(comparisons(records))
+    every = comparisons(records)
+    # That of no network is part of the others' steps.
+    found = [one for one in every if one.has_network] or every
     figure = styles.new_figure(1.2 + 3.6 * len(found))
     # A peak has the same place in every panel; with one scale of time the faster ones were empty.
     panels = figure.subplots(len(found), 1, squeeze=False, sharex=True)[:, 0]
@@ -52,8 +58,8 @@ def figure_of(records: Iterable[dict]) -> Any:
     shown = [row for comparison in found for row in measured(comparison)]
     families = {row.family for row in shown}
     handles: list[Any] = [
-        Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=MEANING[family])
-        for family, (mark, colour) in _MARKS.items()
+        Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=what)
+        for family, (mark, colour, what) in _FAMILIES.items()
         if family in families
     ]
     label = "no other is faster with as little memory"
@@ -84,7 +90,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         drawstyle="steps-post",
         zorder=1,
     )
-    for family, (mark, colour) in _MARKS.items():
+    for family, (mark, colour, _) in _FAMILIES.items():
         of_family = [row for row in rows if row.family == family]
         axes.scatter(
             [peak_of(row) for row in of_family],

@@ -13,7 +13,6 @@ from scripts.report import (
     census_table,
     cluster_table,
     compare_front,
-    compare_picture,
     compare_table,
     device_table,
     fault_table,
@@ -22,7 +21,6 @@ from scripts.report import (
     peak_table,
     planner_table,
     scale_table,
-    schedule_bars,
     schedule_grid,
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
@@ -245,10 +243,8 @@ PICTURES: dict[str, Picture] = {
         "attention and PASA in fp16 and bf16, against fp32",
         "results/",
     ),
-    "schedules.png": Picture("schedules", lambda r, file: schedule_bars.draw(r.lines, file)),
     "timeline.png": Picture("timeline", _draw_timeline),
     "early_update.png": Picture("early_timeline", _draw_timeline),
-    "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
     "scale.png": Picture(
         "scale",

@@ -59,11 +59,6 @@ class Grid:
     def ratio(self, system: str, column: str) -> float:
         return self.systems[system][column].median_ms / self.floor_ms
 
-    def best(self, column: str) -> list[tuple[str, float]]:
-        """Systems with their ratio, the fastest first."""
-        there = [name for name, cells in self.systems.items() if column in cells]
-        return sorted(((name, self.ratio(name, column)) for name in there), key=lambda one: one[1])
-
 
 def grids(lines: Sequence[dict]) -> list[Grid]:
     """One for each cluster, in the order of the records. Raises RecordsError."""

@@ -8,9 +8,8 @@ from itertools import combinations
 import pytest
 from matplotlib.text import Text
 
-from scripts.report import compare_front, compare_picture
+from scripts.report import compare_front
 from scripts.report.__main__ import main
-from scripts.report.compare_rows import comparisons
 from scripts.report.published import PICTURES, TABLES, draw_picture
 from scripts.report.records import append, read_record
 from tests.support.selection import slow_unless
@@ -44,7 +43,7 @@ def test_a_picture_is_drawn_into_a_png(name, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["compare"], ["compare", "absent.jsonl"], ["tables", __file__], ["compare.png", __file__]],
+    [[], ["compare"], ["compare", "absent.jsonl"], ["tables", __file__], ["scale.png", __file__]],
 )
 def test_a_report_without_its_files_ends_in_one_line(words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -52,17 +51,6 @@ def test_a_report_without_its_files_ends_in_one_line(words, capsys):
     assert ended.value.code == 2
     output = capsys.readouterr().err.strip().splitlines()[-1]
     assert output.startswith("python -m scripts.report: error: ")
-
-
-def test_a_step_without_a_twin_is_hatched_and_says_why():
-    """Its bar shows no part of the network's, which would look like none."""
-    figure = compare_picture.figure_of(read_record("compare").lines)
-    found = [one for one in comparisons(read_record("compare").lines) if one.has_network]
-    for comparison, axes in zip(found, figure.axes[::3], strict=True):
-        rows = [row for row in comparison.rows if not row.reason and row.is_timed][::-1]
-        unknown = sum(row.bare_ms is None for row in rows)
-        assert sum(bool(bar.get_hatch()) for bar in axes.patches) == unknown
-    assert "hatched: its part is not known" in figure.get_supxlabel()
 
 
 def test_names_of_points_stand_within_the_frame_and_apart():
