@@ -195,7 +195,7 @@ def test_a_changed_figure_or_table_is_seen():
     row = text.index("| threaded | ")
     shorter = text[:row] + text[text.index("\n", row) + 1 :]
     assert shorter != text and rebuild.rebuilt(shorter) == (text, [])
-    unknown = "<!-- = cluster; no such row; in flight -->1<!-- -->"
+    unknown = "<!-- = step; 2x2; no such row; late -->1<!-- -->"
     new, (problem,) = rebuild.rebuilt(unknown)
     assert new == unknown and "no such row" in problem
 

@@ -6,14 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.report import (
-    census_table,
-    cluster_table,
-    compare_table,
-    fault_table,
-    peak_table,
-    schedule_grid,
-)
+from scripts.report import census_table, compare_table, fault_table, peak_table, schedule_grid
 from scripts.report.compare_rows import NO_NETWORK, Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
@@ -103,12 +96,6 @@ def quickstart_equal() -> str:
     """Steps whose losses are equal in every printed digit."""
     stock, ours = (run["losses"] for run in read_record("quickstart").lines)
     return str(sum(a == b for a, b in zip(stock, ours, strict=True)))
-
-
-def cluster_figure(row: str, what: str) -> str:
-    """GiB of the fullest rank: "states", "in flight" or "together"."""
-    (line,) = (one for one in read_record("clusters").lines if one["row"] == row)
-    return cluster_table.cell(line, what)
 
 
 def parity_worst(precision: str) -> str:
@@ -207,7 +194,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "quickstart": quickstart_figure,
     "quickstart apart": quickstart_apart,
     "quickstart equal": quickstart_equal,
-    "cluster": cluster_figure,
     "peaks": peaks_figure,
     "planner": planner_figure,
     "parity worst": parity_worst,

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from scripts.report import (
     census_table,
-    cluster_table,
     compare_front,
     compare_table,
     device_table,
@@ -38,6 +37,7 @@ _MOST_CHARACTERS = 130
 RECORDED = {
     "bit flips": "bit_flips",
     "checkpoints": "checkpoints",
+    "clusters": "clusters",
     "early update": "early_update",
     "grad wire": "grad_wire",
     "graph host cost": "graph_host_cost",
@@ -206,7 +206,6 @@ TABLES: dict[str, Table] = {
     "faults megatron lines": Table(
         "faults", lambda lines: fault_table.ends(lines, "megatron", False)
     ),
-    "clusters": Table("clusters", cluster_table.table),
     "scale": Table("scale", scale_table.table),
 }
 
