@@ -245,13 +245,6 @@ PICTURES: dict[str, Picture] = {
     "timeline.png": Picture("timeline", _draw_timeline),
     "early_update.png": Picture("early_timeline", _draw_timeline),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
-    "scale.png": Picture(
-        "scale",
-        lambda r, file: scale_table.draw(r.lines, file),
-        "Six costs of a start, a step, a save, a load and a failure over 64 to 98,304 ranks, "
-        "before and now",
-        "results/",
-    ),
     "compare_pipelines.png": Picture(
         "compare_pipelines",
         lambda r, file: compare_front.draw(r.lines, file),

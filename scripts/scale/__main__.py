@@ -62,8 +62,7 @@ def _costs(ranks: int, model: Model, sizes: ShardSizes, save_ranks: int) -> list
     start = measure_start(ranks, sizes)
     files = measure_checkpoint(model, ranks, sizes, save_ranks)
     again = [cost for cost in (*start, *files) if cost.phase != "save" and cost.unit == "s"]
-    before_s = sum(cost.now if cost.before is None else cost.before for cost in again)
-    restart = Cost("restart", "CPU of rank 0", "s", sum(c.now for c in again), before_s, False)
+    restart = Cost("restart", "CPU of rank 0", "s", sum(cost.now for cost in again), False)
     return [*start, *compute_step(model, ranks, sizes), *files, restart]
 
 

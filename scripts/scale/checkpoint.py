@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import default_planner, planner_helpers
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -70,29 +70,23 @@ def measure_checkpoint(model: Model, ranks: int, sizes: ShardSizes, most: int) -
     axes = reversed(ShardTopology(ranks, 0, sizes).axes_between(1, sizes.optim))
     parts = sizes.optim // math.prod(joined_along([axis.size for axis in axes], most))
     written, held = _cut(model, parts), _cut(model, sizes.optim)
-    num, num_before = (len(_STATES) * sum(one.num for one in all_) for all_ in (written, held))
-    more = num_before / num
-    pair_s, walk_s = in_process(_of_pairs)
-    pairs = sum(one.num * _meeting(one) / 2 for one in held)
-    middle = sizes.optim // 2
-    walks = sum(one.num * len(one.chunks(middle)) for one in held)
+    num = len(_STATES) * sum(one.num for one in written)
     check_s, check_mb, index_s, index_mb, read_s, read_mb = in_process(_of_index, written)
-    lookup_s = in_process(_of_lookup, written, held, middle)
+    lookup_s = in_process(_of_lookup, written, held, sizes.optim // 2)
     files = min(ranks, parts * sum(unit.layers for unit in written if unit.name.endswith(".0")))
     manifest_s, judge_s = in_process(_of_files, files, ranks)
-    states = len(_STATES)
     return [
-        Cost("save", "parts in the index", "", num, num_before),
-        Cost("save", "plan checked: CPU of rank 0", "s", check_s, states * pair_s * pairs),
-        Cost("save", "plan checked: memory of rank 0", "MB", check_mb, check_mb * more),
-        Cost("save", "index: CPU of rank 0", "s", index_s, index_s * more),
-        Cost("save", "index: its file", "MB", index_mb, index_mb * more),
-        Cost("save", "data files", "", files, ranks, False),
-        Cost("save", "their manifest: CPU of rank 0", "s", manifest_s, None),
-        Cost("load", "files judged: CPU of rank 0", "s", judge_s, None),
-        Cost("load", "index read: CPU of a rank", "s", read_s, 2 * read_s * more),
-        Cost("load", "index read: memory of a rank", "MB", read_mb, read_mb * more),
-        Cost("load", "own parts found: CPU of a rank", "s", lookup_s, states * walk_s * walks),
+        Cost("save", "parts in the index", "", num),
+        Cost("save", "plan checked: CPU of rank 0", "s", check_s),
+        Cost("save", "plan checked: memory of rank 0", "MB", check_mb),
+        Cost("save", "index: CPU of rank 0", "s", index_s),
+        Cost("save", "index: its file", "MB", index_mb),
+        Cost("save", "data files", "", files, False),
+        Cost("save", "their manifest: CPU of rank 0", "s", manifest_s),
+        Cost("load", "files judged: CPU of rank 0", "s", judge_s),
+        Cost("load", "index read: CPU of a rank", "s", read_s),
+        Cost("load", "index read: memory of a rank", "MB", read_mb),
+        Cost("load", "own parts found: CPU of a rank", "s", lookup_s),
     ]
 
 
@@ -114,12 +108,6 @@ def _cut(model: Model, parts: int) -> list[_Tensor]:
                 boxes[part] = [(box.offset, box.shape) for box in cut]
             found.append(_Tensor(piece.name, piece.shape, len(alike), boxes))
     return found
-
-
-def _meeting(tensor: _Tensor) -> int:
-    """Parts that torch compares with each: those that meet along the longest dimension."""
-    is_wide = len(tensor.shape) > 1 and tensor.shape[1] > tensor.shape[0]
-    return tensor.num if is_wide else tensor.layers
 
 
 def _entries(tensors: list[_Tensor]) -> Iterator[tuple[str, _Tensor, TensorStorageMetadata]]:
@@ -166,24 +154,6 @@ def _of_lookup(written: list[_Tensor], held: list[_Tensor], part: int) -> float:
             create_read_items(name, entry, own[one.name])
 
     return use(look).cpu_s
-
-
-def _of_pairs(num: int = 256, layers: int = 4) -> tuple[float, float]:
-    """CPU seconds for which torch compares a pair, at a save and at a load."""
-    shape, length = (
-        (4 * num, 8 * num),
-        4 * 8 * num,
-    )  # whole rows, which meet in the longest dimension
-    runs = [Range(part * length, (part + 1) * length) for part in range(num)]
-    boxes = [[(b.offset, b.shape) for b in cut_into_boxes(shape, run)] for run in runs]
-    one = _Tensor("w", shape, layers, dict(enumerate(boxes)))
-    chunks = [chunk for part in one.parts for chunk in one.chunks(part)]
-    entry, few = TensorStorageMetadata(_FLOAT, one.size, chunks), chunks[:8]
-    check: Any = default_planner._validate_global_plan
-    saved = use(lambda: check([SavePlan([])] * 2, Metadata({"w": entry})))
-    walk = planner_helpers.create_read_items_for_chunk_list
-    loaded = use(lambda: walk("w", entry, few))
-    return saved.cpu_s / (len(chunks) ** 2 / 2), loaded.cpu_s / (len(chunks) * len(few))
 
 
 def _of_files(files: int, ranks: int) -> tuple[float, float]:

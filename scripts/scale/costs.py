@@ -14,8 +14,6 @@ from scripts.testbed.memory import resident_nbytes
 class Cost(NamedTuple):
     """phase: "start", "step", "save", "load", "failure" or "restart".
     what: the cost and whose it is; unit: "s", "MB" or "".
-    before: of the version that knew one axis, one list of everybody and pairs of parts; computed
-        from what one of its items costs. None where it was the same.
     is_measured: `now`, at this number of ranks; computed otherwise.
     """
 
@@ -23,7 +21,6 @@ class Cost(NamedTuple):
     what: str
     unit: str
     now: float
-    before: float | None
     is_measured: bool = True
 
 

@@ -65,15 +65,13 @@ def measure_storm(ranks: int) -> Storm:
 
 
 def costs_of(ranks: int, storm: Storm) -> list[Cost]:
-    """storm: of so many ranks, or of fewer. Before, each read all answers twice."""
+    """storm: of so many ranks, or of fewer."""
     more = ranks / storm.ranks
-    answers_mb = ranks * len("12345 here 0 4821 4821 2410 2410 0 12;12345 failed;") / 1e6
     last_s = storm.last_s if more == 1 else roll_call.lasts_s(ranks) + storm.store_s * more
-    before = 2 * ranks * answers_mb
     return [
-        Cost("failure", "store: bytes", "MB", storm.mb * more, before, more == 1),
-        Cost("failure", "store: CPU", "s", storm.store_s * more, None, more == 1),
-        Cost("failure", "last rank's line", "s", last_s, None, more == 1),
+        Cost("failure", "store: bytes", "MB", storm.mb * more, more == 1),
+        Cost("failure", "store: CPU", "s", storm.store_s * more, more == 1),
+        Cost("failure", "last rank's line", "s", last_s, more == 1),
     ]
 
 

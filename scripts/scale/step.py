@@ -2,9 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a step with the planner's model of latency."""
 
-from dataclasses import replace
-
-from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
@@ -29,15 +26,11 @@ _BATCH = Batch(1, 8192, 1)
 
 def compute_step(model: Model, ranks: int, sizes: ShardSizes) -> list[Cost]:
     cluster = load_cluster("h100").with_ranks(ranks)
-    rings = replace(cluster, between=replace(cluster.between, trees=False))
-    now, before = _times(model, sizes, cluster), _times(model, replace(sizes, cuts=()), rings)
-    whole = Cost("step", "a step on H100", "s", now[0], before[0], False)
-    return [whole, Cost("step", "its latency between G, O and P", "s", now[1], before[1], False)]
-
-
-def _times(model: Model, sizes: ShardSizes, cluster: Cluster) -> tuple[float, float]:
     costing = Costing(model, Plan(sizes, Parallel(), _BATCH), cluster)
     kinds = GRAD_SYNC, PARAM_SYNC
     of_units = costing.communication(0)
     latency_s = sum(each.latency_s for unit in of_units for kind in kinds for each in unit[kind])
-    return costing.step().step_s, latency_s
+    return [
+        Cost("step", "a step on H100", "s", costing.step().step_s, False),
+        Cost("step", "its latency between G, O and P", "s", latency_s, False),
+    ]

@@ -43,7 +43,13 @@ def test_a_picture_is_drawn_into_a_png(name, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["compare"], ["compare", "absent.jsonl"], ["tables", __file__], ["scale.png", __file__]],
+    [
+        [],
+        ["compare"],
+        ["compare", "absent.jsonl"],
+        ["tables", __file__],
+        ["timeline.png", __file__],
+    ],
 )
 def test_a_report_without_its_files_ends_in_one_line(words, capsys):
     with pytest.raises(SystemExit) as ended:
