@@ -26,10 +26,6 @@ def schedule_ratio(cluster: str, system: str, column: str) -> str:
     return f"{_grid(cluster).ratio(system, column):.2f}"
 
 
-def schedule_load(cluster: str) -> str:
-    return f"{_grid(cluster).load:.2f}"
-
-
 def _row(network: str, contender: str) -> Row:
     """contender: its name; "best NAME" is the fastest of those whose name begins with NAME."""
     comparison = compared(network)
@@ -187,7 +183,6 @@ def recorded(record: str, name: str) -> str:
 FIGURES: dict[str, Callable[..., str]] = {
     "faults": faults_count,
     "step": schedule_ratio,
-    "load": schedule_load,
     "compare": compare_figure,
     "compare ahead": compare_ahead,
     "compare holds": compare_holds,

@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
-from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP
+from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
 from megatron_asynchzp.mcore.patch import Patch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 
+DROPPED = (
+    "drop the flag",
+    "drop the flag, or train without --use-asynchzp",
+    "drop one of the two flags",
+)
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 
 
@@ -42,9 +47,34 @@ def _file_of(patch: Patch) -> str:
 
 
 def _refusals(refusals: Sequence[Refusal]) -> list[str]:
-    """Flags with one reason and one remedy share a row."""
-    pairs = [(f"`{r.flag}` {r.condition}".rstrip(), r.reason, r.remedy) for r in refusals]
-    return _table(("flag", "reason", "instead"), _shared(pairs))
+    """Flags with one reason share a row. The remedy that the page states above the table, to drop
+    the flag, is left out."""
+    pairs = [(f"`{r.flag}` {r.condition}".rstrip(), r.reason, _remedy(r)) for r in refusals]
+    reasons: dict[str, list[tuple[str, ...]]] = {}
+    for flags, reason, remedy in _shared(pairs):
+        reasons.setdefault(reason, []).append((flags, remedy))
+    rows = (
+        (", ".join(flags), reason, "; ".join(filter(None, remedies)))
+        for reason, found in reasons.items()
+        for flags, remedies in [zip(*found, strict=True)]
+    )
+    return _table(("flag", "reason", "instead"), rows)
+
+
+def _remedy(refusal: Refusal) -> str:
+    return "" if refusal.remedy in DROPPED else refusal.remedy
+
+
+def _normalisations(rules: Sequence[Normalisation]) -> list[str]:
+    """A row for each reason, or for all reasons of the same arguments."""
+    pairs = [
+        (f"`{r.name}`" + ("" if r.value is False else f" = {r.value}"), r.reason) for r in rules
+    ]
+    reasons: dict[str, list[str]] = {}
+    for names, reason in _shared(pairs):
+        reasons.setdefault(names, []).append(reason)
+    rows = ((names, "; or ".join(found)) for names, found in reasons.items())
+    return _table(("argument", "because"), rows)
 
 
 def _shared(rows: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
@@ -57,14 +87,12 @@ def _shared(rows: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
 
 def tables() -> dict[str, list[str]]:
     """The lines of every table, by the name in its marker."""
-    rules = (*NORMALISATIONS, *OVERLAP)
-    switched_off = _shared((f"`{r.name}`", str(r.value), r.reason) for r in rules)
     patches = _shared((f"`{p.target}`", f"`{_file_of(p)}`") for p in PATCHES)
     return {
         "flags": _flags(add_asynchzp_arguments),
         "attention flags": _flags(add_pasa_arguments),
         "patches": _table(("what is replaced", "with its reason, in"), patches),
-        "switched off": _table(("argument", "becomes", "because"), switched_off),
+        "switched off": _normalisations((*NORMALISATIONS, *OVERLAP)),
         "refusals": _refusals(REFUSALS),
         "attention refusals": _refusals(PASA_REFUSALS),
     }

@@ -50,32 +50,23 @@ def markdown(lines: Sequence[dict]) -> str:
 
 
 def misses(lines: Sequence[dict]) -> str:
-    """Every predicted row that is off by more than a tenth, and what is known of why."""
-    head = ["source", "row", "ranks", "measured", "predicted", "error"]
-    titles = {one["file"]: one["title"] for one in lines if one["kind"] == "summary"}
-    rows = [
-        [
-            titles[one["file"]],
-            f"{one['series']}, {one['name']}",
-            str(one["ranks"]),
-            _figure(one["measured"]),
-            _figure(one["predicted"]),
-            f"{one['error']:+.1%}",
-        ]
-        for one in lines
-        if one["kind"] == "published" and not one["fitted"] and abs(one["error"]) > _LARGE
-    ]
-    why = [
-        f"- {one['title']}: {one['missed']}."
+    """A line for each source with rows that are off by more than a tenth, and what is known of
+    why."""
+    held_out = [line for line in lines if line["kind"] == "published" and not line["fitted"]]
+    return "\n".join(
+        f"- {one['title']} ({_far(one['file'], held_out)}): {one['missed']}."
         for one in lines
         if one["kind"] == "summary" and one["missed"]
-    ]
-    return "\n".join([markdown_table(head, rows).rstrip(), "", *why])
+    )
 
 
-def _figure(value: float) -> str:
-    """Tokens, or a part of the peak."""
-    return f"{value:,.0f}" if value > 1 else f"{value:.4f}"
+def _far(file: str, held_out: Sequence[dict]) -> str:
+    """How many rows of a source are off by more than a tenth, and by how much."""
+    errors = [one["error"] for one in held_out if one["file"] == file]
+    far = sorted(error for error in errors if abs(error) > _LARGE)
+    return f"{len(far)} of {len(errors)} rows, " + " to ".join(
+        f"{error:+.1%}" for error in dict.fromkeys((far[0], far[-1]))
+    )
 
 
 def testbed(lines: Sequence[dict]) -> str:

@@ -31,7 +31,6 @@ from scripts.report.records import NotRecorded, Record, markdown_table, read_rec
 MIB = 2**20
 # What nearly all was measured with; docs/results/README.md says so once.
 USUAL = {"Python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"}
-_MOST_COMMANDS = 1
 _MOST_CHARACTERS = 130
 # Tables as text, and their records. What made them is in the history, at the record's commit.
 RECORDED = {
@@ -83,8 +82,8 @@ def _shortened(command: str) -> str:
 
 
 def provenance(name: str) -> str:
-    """When, on what and with which commands a record was measured: what differs from the usual
-    machine, and the first commands of many."""
+    """When, on what and with which command a record was measured: what differs from the usual
+    machine, and the first command of many."""
     record = read_record(name)
     runs = [*record.machines, *(line for line in record.lines if "command" in line)]
     dates = sorted({run["date"] for run in runs})
@@ -93,13 +92,12 @@ def provenance(name: str) -> str:
         found = {"Python": first["python"], **first["versions"]}
         parts += [f"{first['cpus']} cores"] if first["cpus"] != 2 else []
         parts += [f"{name} {it}" for name, it in found.items() if it and it != USUAL.get(name)]
-    where = f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`"
     if commits := sorted({run["commit"] for run in runs if "commit" in run}):
-        return f"{where}, made at commit {', '.join(commits)} by the command that it names."
-    commands = list(dict.fromkeys(_shortened(run["command"]) for run in runs))
-    if more := len(commands[_MOST_COMMANDS:]):
-        commands[_MOST_COMMANDS:] = [f"# and {more} more: in the record"]
-    return "\n".join([f"{where}, made by", "", "```sh", *commands, "```"])
+        made = f"at commit {', '.join(commits)}"
+    else:
+        commands = list(dict.fromkeys(_shortened(run["command"]) for run in runs))
+        made = f"`{commands[0]}`" + (f" and {more} more" if (more := len(commands) - 1) else "")
+    return f"Measured {', '.join(parts)}: {made}. Record: `docs/results/records/{name}.jsonl`."
 
 
 def _longest_parity(lines: list[dict]) -> str:

@@ -51,11 +51,6 @@ class Grid:
         """The longer of computing and communicating alone: no step can be shorter."""
         return max(self.compute.median_ms, self.communication.median_ms)
 
-    @property
-    def load(self) -> float:
-        """Communication alone over computation alone."""
-        return self.communication.median_ms / self.compute.median_ms
-
     def ratio(self, system: str, column: str) -> float:
         return self.systems[system][column].median_ms / self.floor_ms
 
