@@ -30,6 +30,9 @@ if (($# > 0)); then # only the tests that the arguments name
     exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
 fi
 
+# Bytecode of torch and Megatron, which each of the processes below would make for itself.
+"$PYTHON" -c "import scripts.testbed.preload_megatron" >/dev/null 2>&1 &
+bytecode=$!
 status=0 lint=0
 types=(--no-types)
 ((${#selection[@]} > 0)) || types=()
@@ -37,6 +40,7 @@ types=(--no-types)
 # Once, and not in each of the processes below; where it cannot be built its tests are skipped.
 "$PYTHON" -m scripts.testbed.device.build || true
 "$PYTHON" -m scripts.testbed.device.npu.build || true  # brings torch_npu, 43 MB
+wait "$bytecode" || true # a module that cannot be imported is a test's to report
 # Three processes share the fast tests, where pytest-xdist is there: a test waits about half of its
 # time for its ranks. The slow tests run alone: they start 8 ranks at once.
 workers=()

@@ -135,7 +135,7 @@ _TOOLS = """#!/bin/sh
 case "$*" in
     "-m basedpyright"*) echo "engine.py: error: a wrong type"; exit $TYPES_STATUS ;;
     "-m pytest"*) echo "pytest $*"; exit $TESTS_STATUS ;;
-    "-m ruff"* | "-m scripts"* | "-m uv"*) exit 0 ;;
+    "-m ruff"* | "-m scripts"* | "-c import scripts"* | "-m uv"*) exit 0 ;;
 esac
 exec "$REAL_PYTHON" "$@"
 """
