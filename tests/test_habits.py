@@ -5,7 +5,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,320 +17,72 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ShardSizes, shard
 from megatron_asynchzp.library.arguments import default_units
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
+from tests.support.loops import (
+    SIZES,
+    SIZES_OF_4,
+    STEPS,
+    Sizes,
+    assert_refused,
+    backward_all,
+    new_adamw,
+    one,
+    params_of,
+    sharded_toy,
+    train,
+    train_plainly,
+    trains_in_turns,
+    usual_step,
+)
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
-CLIP, STEPS = 0.3, 3
-SIZES = (2, 2, 2), (1, 1, 2)
-SIZES_OF_4 = (4, 4, 4), (2, 2, 4), (1, 2, 4), (1, 1, 1)
-
-
-def new_adamw(params) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
-
-
-def sharded_toy(sizes: Sequence[int], model: nn.Module | None = None, **kwargs) -> ShardedModel:
-    model = build_toy() if model is None else model
-    return shard(model, model.blocks, ShardSizes(*sizes), new_adamw, **kwargs)
-
-
 # ---- losses of one rank in one step, each of which is handed to backward in turn
-
-
-def one(model, step, rank):
-    yield toy_loss(model, toy_batch(step, 0, rank))
-
-
-def several_backwards_without_a_word(model, step, rank):
-    for index in range(3):
-        yield toy_loss(model, toy_batch(step, index, rank)) / 3
-
-
-def two_forwards_one_backward(model, step, rank):
-    chosen, rejected = (toy_loss(model, toy_batch(step, index, rank)) for index in range(2))
-    return [torch.nn.functional.softplus(chosen - rejected)]
-
-
-def two_forwards_two_backwards(model, step, rank):
-    return [toy_loss(model, toy_batch(step, index, rank)) for index in range(2)]
-
-
-def a_forward_without_backward(model, step, rank):
-    toy_loss(model, toy_batch(step, 5, rank))
-    yield from one(model, step, rank)
-
-
-def a_gradient_penalty(model, step, rank):
-    noise = torch.Generator().manual_seed(step + 100 * rank)
-    x = torch.randn(4, 16, generator=noise).requires_grad_()
-    (grad,) = torch.autograd.grad(model.blocks[1](x).pow(2).sum(), x, create_graph=True)
-    yield from one(model, step, rank)
-    yield (grad.norm() - 1) ** 2 / 100
-
-
-def a_loss_of_a_frozen_copy(model, step, rank):
-    with torch.no_grad():
-        target = toy_loss(model, toy_batch(step, 1, rank))
-    for loss in one(model, step, rank):
-        yield (loss - target) ** 2
-
-
-Losses = Callable[[nn.Module, int, int], Iterable[torch.Tensor]]
-
-
-def train_plainly(model: nn.Module, losses: Losses, num_ranks: int, clips: bool = True) -> list:
-    """Losses and norms in one process, over the batches of all ranks."""
-    optimizer, seen = new_adamw(model.parameters()), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for rank in range(num_ranks):
-            for loss in losses(model, step, rank):
-                (loss / num_ranks).backward()
-                total += loss.item() / num_ranks
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP if clips else torch.inf)
-        optimizer.step()
-        seen.append(pytest.approx((total, norm.item() if clips else 0.0), rel=1e-6, abs=1e-7))
-    return seen
-
-
-Step = Callable[[ShardedModel, Iterable[torch.Tensor]], float]
-"""Takes the losses of a step; returns the gradient norm where it clips."""
-
-
-def usual_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
-    sharded.zero_grad()
-    for loss in losses:
-        loss.backward()
-    norm = sharded.clip_grad_norm_(CLIP)
-    sharded.step()
-    return norm.item()
-
-
-def train(sharded: ShardedModel, losses: Losses, take_step: Step = usual_step) -> list:
-    seen = []
-    for step in range(STEPS):
-        total = torch.zeros(())
-
-        def noted(step=step, total=total):
-            for loss in losses(sharded.model, step, dist.get_rank()):
-                total += loss.detach()
-                yield loss
-
-        norm = take_step(sharded, noted())
-        dist.all_reduce(total)
-        seen.append((total.item() / dist.get_world_size(), norm))
-    return seen
-
-
-def a_penalty_on_weights(model, step, rank):
-    yield from one(model, step, rank)
-    yield sum(param.square().sum() for param in model.parameters()) / 100
-
-
-def build_tied() -> nn.Module:
-    model = build_toy()
-    model.output.weight = model.embedding.weight
-    return model
-
-
-def check_gradients_beside_modules() -> None:
-    """Of weights that two modules share, and of weights that are always gathered."""
-    for losses, all_sizes, build in (
-        (several_backwards_without_a_word, SIZES, build_tied),
-        (a_penalty_on_weights, [(1, 1, 2), (1, 2, 2)], build_toy),
-    ):
-        expected = train_plainly(build(), losses, dist.get_world_size())
-        for sizes in all_sizes:
-            with sharded_toy(sizes, build()) as sharded:
-                assert train(sharded, losses) == expected, (losses, sizes)
-
-
-def test_gradients_that_come_from_several_modules_or_from_none_are_all_reduced():
-    run_ranks(check_gradients_beside_modules, 2)
-
-
-def check_reductions() -> None:
-    with sharded_toy((2, 2, 2)) as sharded:
-        counts, units = sharded.runtime.driver.counts, len(sharded.runtime.units)
-        train(sharded, two_forwards_one_backward)
-        before = counts["reduce"]
-        usual_step(sharded, two_forwards_one_backward(sharded.model, 0, 0))
-        assert counts["reduce"] - before == units
-
-
-def test_two_forwards_are_reduced_once_from_the_second_step_on():
-    run_ranks(check_reductions, 2)
 
 
 # ---- steps of a loop that clips, or not
 
 
-def backward_all(losses: Iterable[torch.Tensor]) -> None:
-    for loss in losses:
-        loss.backward()
-
-
-def zeroed_by(zero: Callable[[ShardedModel], object]) -> Step:
-    def step(sharded, losses):
-        zero(sharded)
-        backward_all(losses)
-        norm = sharded.clip_grad_norm_(CLIP)
-        sharded.step()
-        return norm.item()
-
-    return step
-
-
-def zeroed_at_the_end(sharded, losses):
-    backward_all(losses)
-    norm = sharded.clip_grad_norm_(CLIP)
-    sharded.optimizer.step()
-    sharded.optimizer.zero_grad(set_to_none=True)
-    return norm.item()
-
-
-def of_a_scaler(sharded, losses):
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    sharded.zero_grad()
-    backward_all(scaler.scale(loss) for loss in losses)
-    scaler.unscale_(sharded.optimizer)
-    norm = sharded.clip_grad_norm_(CLIP)
-    scaler.step(sharded.optimizer)
-    scaler.update()
-    return norm.item()
-
-
-def of_a_scaler_without_clipping(sharded, losses):
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    sharded.optimizer.zero_grad()
-    backward_all(scaler.scale(loss) for loss in losses)
-    scaler.step(sharded.optimizer)
-    scaler.update()
-    return 0.0
-
-
-def the_optimizer_alone(sharded, losses):
-    sharded.optimizer.zero_grad()
-    backward_all(losses)
-    sharded.optimizer.step()
-    return 0.0
-
-
-def with_a_schedule_and_an_evaluation(sharded, losses):
-    torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
-    sharded.model.eval()
-    with torch.inference_mode():
-        toy_loss(sharded.model, toy_batch(7, 0, dist.get_rank()))
-    sharded.model.train()
-    return the_optimizer_alone(sharded, losses)
-
-
-def moved_to_where_it_is(sharded, losses):
-    sharded.model.to("cpu").float().requires_grad_(True)
-    return usual_step(sharded, losses)
-
-
-def params_of(sharded: ShardedModel) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in sharded.full_params()}
-
-
 # ---- models
 
 
-def check_two_models(all_sizes: Sequence[Sequence[int]]) -> None:
-    """A model that is trained with another one, and with one that is not."""
-
-    def build_three() -> list[nn.Module]:
-        return [build_toy(), build_toy(depth=2), build_toy(depth=1).requires_grad_(False)]
-
-    def loss_of(models, step: int, rank: int) -> torch.Tensor:
-        first, second, teacher = (toy_loss(model, toy_batch(step, 0, rank)) for model in models)
-        return (
-            first * second + (first - teacher) ** 2 + toy_loss(models[1], toy_batch(step, 1, rank))
-        )
-
-    world, models = dist.get_world_size(), build_three()
-    optimizers = [new_adamw(model.parameters()) for model in models[:2]]
-    expected = []
-    for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        losses = [loss_of(models, step, rank) / world for rank in range(world)]
-        backward_all(losses)
-        for optimizer in optimizers:
-            optimizer.step()
-        expected.append(pytest.approx(sum(loss.item() for loss in losses), rel=1e-6))
-    for sizes in all_sizes:
-        models = build_three()
-        all_sharded = [sharded_toy(sizes, model) for model in models]
-        found = []
-        for step in range(STEPS):
-            for sharded in all_sharded:
-                sharded.zero_grad()
-            loss = loss_of(models, step, dist.get_rank())
-            loss.backward()
-            for sharded in all_sharded:
-                sharded.step()
-            total = loss.detach() / world
-            dist.all_reduce(total)
-            found.append(total.item())
-        assert found == expected, sizes
-        for sharded in all_sharded:
-            sharded.close()
+def build_three() -> list[nn.Module]:
+    """Two that are trained, and one that is not."""
+    return [build_toy(), build_toy(depth=2), build_toy(depth=1).requires_grad_(False)]
 
 
-def check_turns(all_sizes: Sequence[Sequence[int]]) -> None:
-    """A generator and its critic, each of which is trained through the other or beside it."""
-
-    def build_both() -> list[nn.Sequential]:
-        torch.manual_seed(3)
-        layers = [[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)] for _ in range(2)]
-        return [nn.Sequential(*each) for each in layers]
-
-    def loss_of(models: list[nn.Sequential], turn: int, step: int, rank: int) -> torch.Tensor:
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(9 * step + rank))
-        made = models[0](x)
-        if turn == 0:
-            return models[1](made).sin().sum()
-        return (models[1](made.detach()) - models[1](x)).square().sum()
-
-    world, models = dist.get_world_size(), build_both()
-    optimizers = [new_adamw(model.parameters()) for model in models]
-    expected = []
-    for step in range(STEPS):
-        for turn in (1, 0, 1):
-            optimizers[turn].zero_grad()
-            losses = [loss_of(models, turn, step, rank) / world for rank in range(world)]
-            backward_all(losses)
-            optimizers[turn].step()
-            expected.append(pytest.approx(sum(loss.item() for loss in losses), rel=1e-6))
-    for sizes in all_sizes:
-        models, found = build_both(), []
-        both = [shard(one, list(one), ShardSizes(*sizes), new_adamw) for one in models]
-        for step in range(STEPS):
-            for turn in (1, 0, 1):
-                both[turn].zero_grad()
-                loss = loss_of(models, turn, step, dist.get_rank())
-                loss.backward()
-                both[turn].step()
-                total = loss.detach() / world
-                dist.all_reduce(total)
-                found.append(total.item())
-        assert found == expected, sizes
-        for sharded in both:
-            sharded.close()
+def of_three(models: Sequence[nn.Module], step: int, rank: int) -> torch.Tensor:
+    first, second, teacher = (toy_loss(model, toy_batch(step, 0, rank)) for model in models)
+    return first * second + (first - teacher) ** 2 + toy_loss(models[1], toy_batch(step, 1, rank))
 
 
-def check_several_models(
-    of_two: Sequence[Sequence[int]], of_turns: Sequence[Sequence[int]]
-) -> None:
-    check_two_models(of_two)
-    check_turns(of_turns)
+def build_both() -> list[nn.Sequential]:
+    """A generator and its critic."""
+    torch.manual_seed(3)
+    layers = [[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)] for _ in range(2)]
+    return [nn.Sequential(*each) for each in layers]
+
+
+def batch_of_both(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(9 * step + rank))
+
+
+def through_the_critic(models: Sequence[nn.Module], step: int, rank: int) -> torch.Tensor:
+    return models[1](models[0](batch_of_both(step, rank))).sin().sum()
+
+
+def of_the_critic(models: Sequence[nn.Module], step: int, rank: int) -> torch.Tensor:
+    x = batch_of_both(step, rank)
+    return (models[1](models[0](x).detach()) - models[1](x)).square().sum()
+
+
+def check_several_models(of_three_models: Sequence[Sizes], of_turns: Sequence[Sizes]) -> None:
+    trains_in_turns(of_three_models, build_three, [((0, 1, 2), of_three)])
+    of_critic = ((1,), of_the_critic)
+    trains_in_turns(of_turns, build_both, [of_critic, ((0,), through_the_critic), of_critic])
 
 
 @pytest.mark.habit("several models in one graph", "a GAN: models that are trained in turn")
@@ -395,7 +147,7 @@ def check_compiled(all_sizes: Sequence[Sequence[int]]) -> None:
             block.compile(backend="aot_eager")
         return sharded
 
-    expected = train_plainly(build_toy(), one, dist.get_world_size())
+    expected = train_plainly(build_toy(), one)
     for sizes in all_sizes:
         for compile_it in (compile_before, compile_after):
             with compile_it(build_toy()) as sharded:
@@ -412,7 +164,7 @@ def test_compiled_units_train_as_in_one_process(world_size, all_sizes):
 
 def check_defaults() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    expected = train_plainly(build_toy(), one, dist.get_world_size())
+    expected = train_plainly(build_toy(), one)
     model = build_toy()
     with shard(model, optimizer=new_adamw) as sharded:
         layers = {unit.layer for unit in sharded.runtime.units}
@@ -471,12 +223,6 @@ def test_the_state_dict_of_the_model_is_saved_in_shards_and_a_whole_one_is_loade
 
 
 # ---- what is refused
-
-
-def assert_refused(what: Callable[[], object], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text) as caught:
-        what()
-    assert "\n" not in str(caught.value)
 
 
 def arguments(**changes) -> Callable[[], object]:

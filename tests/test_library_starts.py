@@ -16,11 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
+from tests.support import loops
+from tests.support.loops import SIZES, SIZES_OF_4, STEPS, new_adamw, unclipped, unclipped_step
 from tests.support.selection import slow_unless
-
-SIZES = (2, 2, 2), (1, 1, 2)
-SIZES_OF_4 = (4, 4, 4), (2, 2, 4), (1, 2, 4), (1, 1, 1)
-RATE = 1e-2
 
 
 class Scaled(nn.Module):
@@ -77,40 +75,21 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(11, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def new_adamw(params) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=RATE)
+def of_words(model: nn.Module, step: int, rank: int) -> list[torch.Tensor]:
+    return [model(batch(step, rank)).float().square().mean()]
 
 
-def train(sharded: ShardedModel, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        sharded.zero_grad()
-        loss = sharded.model(batch(step, dist.get_rank())).float().square().mean()
-        loss.backward()
-        sharded.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses
+def train(sharded: ShardedModel, steps: int = STEPS) -> loops.Seen:
+    return loops.train(sharded, of_words, unclipped_step, range(steps))
 
 
-def train_plainly(model: nn.Module, num_ranks: int, steps: int = 3) -> list[float]:
+def train_plainly(model: nn.Module, steps: int = STEPS) -> list:
     """The batches of all ranks one after the other, as each rank normalizes its own."""
-    optimizer, losses = new_adamw(model.parameters()), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for rank in range(num_ranks):
-            loss = model(batch(step, rank)).square().mean() / num_ranks
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return [pytest.approx(loss, rel=1e-6) for loss in losses]
+    return loops.train_plainly(model, of_words, clip=unclipped, steps=range(steps))
 
 
 def check_meta(all_sizes) -> None:
-    expected = train_plainly(plain(), dist.get_world_size())
+    expected = train_plainly(plain())
     for sizes in all_sizes:
         torch.manual_seed(3)
         model = on_meta()
@@ -185,9 +164,9 @@ def check_refused_meta() -> None:
 
 def check_values_of_one_rank(all_sizes) -> None:
     whole = plain()
-    train_plainly(whole, dist.get_world_size(), 1)
+    train_plainly(whole, 1)
     expected_values = {name: value.clone() for name, value in whole.state_dict().items()}
-    expected = train_plainly(whole, dist.get_world_size(), 1)  # with a new optimizer
+    expected = train_plainly(whole, 1)  # with a new optimizer
     for sizes in all_sizes:
         torch.manual_seed(8)
         model = on_meta()
@@ -243,7 +222,7 @@ def check_exact_main_params(all_sizes) -> None:
 
 
 def check_meshes() -> None:
-    expected = train_plainly(plain(), 4)
+    expected = train_plainly(plain())
     for shape, names, sizes in (
         ((4,), ("dp",), (4, 4, 4)),
         ((2, 2), ("replicate", "shard"), (2, 2, 2)),

@@ -4,7 +4,7 @@
 in one process, or is refused by name in the first forward that does it."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardSizes, shard
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from scripts.testbed.ranks import run_ranks
+from tests.support import loops
 from tests.support.hooks_of_others import check_hooks_of_others
+from tests.support.loops import SIZES, STEPS, Sizes, unclipped, unclipped_step
 from tests.support.selection import slow_unless
 
-Sizes = tuple[int, int, int]
-SIZES: list[Sizes] = [(2, 2, 2), (1, 1, 2)]
-SIZES_OF_4: list[Sizes] = [(1, 1, 1), *SIZES, (2, 2, 4)]
-WIDTH, STEPS = 8, 3
+SIZES_OF_4: Sequence[Sizes] = [(1, 1, 1), *SIZES, (2, 2, 4)]
+WIDTH = 8
 
 
 @dataclass
@@ -171,30 +171,20 @@ def new_sgd(params) -> torch.optim.Optimizer:
 
 def trains_alike(
     build: Callable[[], nn.Module],
-    all_sizes: list[Sizes],
+    all_sizes: Iterable[Sizes],
     loss_of: Loss = usual_loss,
     steps: int = STEPS,
 ) -> None:
-    world, plain, expected = dist.get_world_size(), build(), []
-    optimizer = new_sgd(plain.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        losses = [loss_of(plain, step, rank) / world for rank in range(world)]
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-        expected.append(pytest.approx(sum(loss.item() for loss in losses), rel=1e-6))
     for sizes in all_sizes:
-        model, found = build(), []
-        with shard(model, model.layers, ShardSizes(*sizes), new_sgd) as sharded:
-            for step in range(steps):
-                sharded.zero_grad()
-                loss = loss_of(model, step, dist.get_rank())
-                loss.backward()
-                sharded.step()
-                total = loss.detach() / world
-                dist.all_reduce(total)
-                found.append(total.item())
-        assert found == expected, sizes
+        loops.trains_alike(
+            sizes,
+            build,
+            lambda *place: [loss_of(*place)],
+            unclipped_step,
+            steps,
+            new_optimizer=new_sgd,
+            clip=unclipped,
+        )
 
 
 FORMS = {
@@ -207,7 +197,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def check_forms(all_sizes: list[Sizes]) -> None:
+def check_forms(all_sizes: Sequence[Sizes]) -> None:
     """Each form comes after a step of tensors, which teaches the engine what it may leave out."""
     forms = [form for each in FORMS.values() for form in each]
     in_turn = [form for each in forms for form in ("", each)]
@@ -219,7 +209,7 @@ def check_forms(all_sizes: list[Sizes]) -> None:
 # ---- what others do around a model
 
 
-def check_modes_and_transforms(all_sizes: list[Sizes]) -> None:
+def check_modes_and_transforms(all_sizes: Sequence[Sizes]) -> None:
     """A transform in the very first forward, and modes that see or keep every operation."""
 
     def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -285,7 +275,7 @@ def slopes_of_the_model(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return usual_loss(model, step, rank) + slope.square().mean() + 0 * evaluated
 
 
-def check_slopes(all_sizes: list[Sizes], ways: list[str]) -> None:
+def check_slopes(all_sizes: Sequence[Sizes], ways: list[str]) -> None:
     for form, way in [("recomputed", "autograd.grad"), *(("", way) for way in ways)]:
 
         def build(form: str = form, way: str = way) -> nn.Module:
@@ -323,7 +313,7 @@ def views_of(layer: Layer) -> dict[str, Any]:
     }
 
 
-def check_views(all_sizes: list[Sizes]) -> None:
+def check_views(all_sizes: Sequence[Sizes]) -> None:
     for path in views_of(Layer()):
         for is_buffer in {False, path.endswith("view")}:
             model = Model("")
@@ -502,7 +492,7 @@ class Handing(Model):
         return x.square().mean()
 
 
-def check_inputs(all_sizes: list[Sizes]) -> None:
+def check_inputs(all_sizes: Sequence[Sizes]) -> None:
     for form in ("twice", "by name", "two", "noted"):
 
         def build(form: str = form) -> nn.Module:
@@ -536,7 +526,7 @@ def test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name(ra
     run_ranks(check_all, ranks, all_sizes, ranks == 2)
 
 
-def check_all(all_sizes: list[Sizes], is_fast: bool) -> None:
+def check_all(all_sizes: Sequence[Sizes], is_fast: bool) -> None:
     some = all_sizes[:1] if is_fast else all_sizes
     check_forms(some)
     if is_fast:

@@ -36,39 +36,30 @@ from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, appl
 from megatron_asynchzp.zero import autograd
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
-from tests.support.selection import slow_unless
-from tests.support.toy_models import ToyLM, toy_batch, toy_llama_config, toy_loss
-from tests.test_habits import (
+from tests.support.loops import (
     CLIP,
     SIZES,
     SIZES_OF_4,
     STEPS,
+    Sizes,
     Step,
-    a_forward_without_backward,
-    a_gradient_penalty,
-    a_loss_of_a_frozen_copy,
     assert_refused,
     backward_all,
-    moved_to_where_it_is,
+    clipped,
     new_adamw,
-    of_a_scaler,
-    of_a_scaler_without_clipping,
     one,
+    optimizer_params,
     params_of,
-    several_backwards_without_a_word,
     sharded_toy,
-    the_optimizer_alone,
     train,
     train_plainly,
-    two_forwards_one_backward,
-    two_forwards_two_backwards,
+    trains_alike,
+    unclipped,
     usual_step,
-    with_a_schedule_and_an_evaluation,
-    zeroed_at_the_end,
-    zeroed_by,
 )
+from tests.support.selection import slow_unless
+from tests.support.toy_models import ToyLM, toy_batch, toy_llama_config, toy_loss
 
-Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
 ELSEWHERE = [
     import_module(f"tests.test_{name}")
@@ -86,62 +77,152 @@ ELSEWHERE = [
 ]
 
 
-def trains_alike(
-    sizes: Sizes,
-    build: Callable[[], nn.Module] = build_toy,
-    losses: Callable = one,
-    step: Step = usual_step,
-    after: Callable[[nn.Module], object] = lambda model: None,
-    expected: list | None = None,
-    clips: bool = True,
-) -> None:
-    """after: what is done to the model once it is sharded, and to the plain one."""
-    plain = build()
-    after(plain)
-    with sharded_toy(sizes, build()) as sharded:
-        after(sharded.model)
-        found = train(sharded, losses, step)
-        assert found == (expected or train_plainly(plain, losses, dist.get_world_size(), clips))
+# ---- losses of one rank in one step, and steps of a loop
 
 
-def trains_alike_with(sizes: Sizes, new_optimizer: Callable, plain: Callable | None = None) -> None:
-    """With another optimizer than AdamW over all parameters."""
-    model, world = build_toy(), dist.get_world_size()
-    optimizer, expected = (plain or new_optimizer)(list(model.named_parameters())), []
-    for step in range(STEPS):
-        model.zero_grad()
-        losses = [toy_loss(model, toy_batch(step, 0, rank)) / world for rank in range(world)]
-        backward_all(losses)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        total = sum(loss.item() for loss in losses)
-        expected.append(pytest.approx((total, norm.item()), rel=1e-6))
+def several_backwards_without_a_word(model, step, rank):
+    for index in range(3):
+        yield toy_loss(model, toy_batch(step, index, rank)) / 3
+
+
+def a_penalty_on_weights(model, step, rank):
+    yield from one(model, step, rank)
+    yield sum(param.square().sum() for param in model.parameters()) / 100
+
+
+def penalised_weights(_: Sizes) -> None:
+    """Which a loop may compute with where they are always gathered: no module brings gradients."""
+    for sizes in ((1, 1, 2), (1, 2, 2)):
+        trains_alike(sizes, losses=a_penalty_on_weights)
+
+
+def build_tied() -> nn.Module:
+    """Gradients of a weight come from two modules."""
     model = build_toy()
-    with shard(model, model.blocks, ShardSizes(*sizes), new_optimizer) as sharded:
-        assert train(sharded, one) == expected
+    model.output.weight = model.embedding.weight
+    return model
+
+
+def two_forwards_one_backward(model, step, rank):
+    chosen, rejected = (toy_loss(model, toy_batch(step, index, rank)) for index in range(2))
+    return [torch.nn.functional.softplus(chosen - rejected)]
+
+
+def two_forwards_two_backwards(model, step, rank):
+    return [toy_loss(model, toy_batch(step, index, rank)) for index in range(2)]
+
+
+def a_forward_without_backward(model, step, rank):
+    toy_loss(model, toy_batch(step, 5, rank))
+    yield from one(model, step, rank)
+
+
+def a_gradient_penalty(model, step, rank):
+    noise = torch.Generator().manual_seed(step + 100 * rank)
+    x = torch.randn(4, 16, generator=noise).requires_grad_()
+    (grad,) = torch.autograd.grad(model.blocks[1](x).pow(2).sum(), x, create_graph=True)
+    yield from one(model, step, rank)
+    yield (grad.norm() - 1) ** 2 / 100
+
+
+def a_loss_of_a_frozen_copy(model, step, rank):
+    with torch.no_grad():
+        target = toy_loss(model, toy_batch(step, 1, rank))
+    for loss in one(model, step, rank):
+        yield (loss - target) ** 2
+
+
+def zeroed_by(zero: Callable[[ShardedModel], object]) -> Step:
+    def step(sharded, losses):
+        zero(sharded)
+        backward_all(losses)
+        norm = sharded.clip_grad_norm_(CLIP)
+        sharded.step()
+        return norm.item()
+
+    return step
+
+
+def zeroed_at_the_end(sharded, losses):
+    backward_all(losses)
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad(set_to_none=True)
+    return norm.item()
+
+
+def of_a_scaler(sharded, losses):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    sharded.zero_grad()
+    backward_all(scaler.scale(loss) for loss in losses)
+    scaler.unscale_(sharded.optimizer)
+    norm = sharded.clip_grad_norm_(CLIP)
+    scaler.step(sharded.optimizer)
+    scaler.update()
+    return norm.item()
+
+
+def of_a_scaler_without_clipping(sharded, losses):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    sharded.optimizer.zero_grad()
+    backward_all(scaler.scale(loss) for loss in losses)
+    scaler.step(sharded.optimizer)
+    scaler.update()
+    return 0.0
+
+
+def the_optimizer_alone(sharded, losses):
+    sharded.optimizer.zero_grad()
+    backward_all(losses)
+    sharded.optimizer.step()
+    return 0.0
+
+
+def with_a_schedule_and_an_evaluation(sharded, losses):
+    torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
+    sharded.model.eval()
+    with torch.inference_mode():
+        toy_loss(sharded.model, toy_batch(7, 0, dist.get_rank()))
+    sharded.model.train()
+    return the_optimizer_alone(sharded, losses)
+
+
+def moved_to_where_it_is(sharded, losses):
+    sharded.model.to("cpu").float().requires_grad_(True)
+    return usual_step(sharded, losses)
 
 
 # ---- what is right
 
 
-def adds_up(sizes: Sizes) -> None:
-    """Gradients of steps, which are never zeroed."""
-    model = build_toy()
-    optimizer = new_adamw(model.parameters())
-    expected = []
-    for step in range(STEPS):
-        losses = [toy_loss(model, toy_batch(step, 0, rank)) for rank in range(2)]
-        backward_all(loss / 2 for loss in losses)
-        optimizer.step()
-        total = sum(loss.item() for loss in losses) / 2
-        expected.append(pytest.approx((total, 0.0), rel=1e-6))
+def never_zeroed(sharded, losses):
+    backward_all(losses)
+    sharded.step()
+    return 0.0
 
-    def added(sharded, losses):
-        backward_all(losses)
-        sharded.step()
-        return 0.0
 
-    trains_alike(sizes, step=added, expected=expected)
+def clipped_values(sharded, losses):
+    sharded.zero_grad()
+    backward_all(losses)
+    clip_values(optimizer_params(sharded))
+    sharded.step()
+    return 0.0
+
+
+def clip_values(params: Iterable[nn.Parameter]) -> float:
+    nn.utils.clip_grad_value_(params, 1e-3)
+    return 0.0
+
+
+def reduced_once(sizes: Sizes) -> None:
+    """From the second step on."""
+    with sharded_toy(sizes) as sharded:
+        train(sharded, two_forwards_one_backward)
+        counts = sharded.runtime.driver.counts
+        before = counts["reduce"]
+        usual_step(sharded, two_forwards_one_backward(sharded.model, 0, 0))
+        reduced = [unit for unit in sharded.runtime.units if sizes[1] > 1]
+        assert counts["reduce"] - before == len(reduced)
 
 
 def overflow(sizes: Sizes) -> None:
@@ -185,7 +266,7 @@ def build_encoder() -> nn.Module:
 
 
 def other_methods(sizes: Sizes) -> None:
-    expected = train_plainly(build_encoder(), of_an_encoding, dist.get_world_size())
+    expected = train_plainly(build_encoder(), of_an_encoding)
     with sharded_toy(sizes, build_encoder()) as sharded:
         sharded.register_forward_method(sharded.model, "encode")
         assert train(sharded, of_an_encoding) == expected
@@ -195,7 +276,7 @@ def a_mesh_as_group(sizes: Sizes) -> None:
     with sharded_toy(sizes, group=init_device_mesh("cpu", (2,))) as sharded:
         with torch.inference_mode():  # its first gathers
             toy_loss(sharded.model, toy_batch(0, 0, 0))
-        assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+        assert train(sharded, one) == train_plainly(build_toy(), one)
 
 
 def nothing_trained(sizes: Sizes) -> None:
@@ -212,13 +293,13 @@ def rates_that_change(sizes: Sizes) -> None:
         optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
 
-    trains_alike_with(sizes, with_schedule)
+    trains_alike(sizes, new_optimizer=with_schedule)
 
 
 def rates_as_tensors(sizes: Sizes) -> None:
     rate = partial(torch.optim.AdamW, weight_decay=0.1)
-    trains_alike_with(sizes, partial(rate, lr=torch.tensor(1e-2)))
-    trains_alike_with(sizes, partial(rate, lr=1e-2, fused=True))
+    trains_alike(sizes, new_optimizer=partial(rate, lr=torch.tensor(1e-2)))
+    trains_alike(sizes, new_optimizer=partial(rate, lr=1e-2, fused=True))
 
 
 def groups_by_name(sizes: Sizes) -> None:
@@ -228,7 +309,7 @@ def groups_by_name(sizes: Sizes) -> None:
         groups = [{"params": rest, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=1e-2)
 
-    trains_alike_with(sizes, new)
+    trains_alike(sizes, new_optimizer=new)
 
 
 class Both(torch.optim.Optimizer):
@@ -249,7 +330,7 @@ def an_optimizer_of_some(sizes: Sizes) -> None:
     def new(named):
         return torch.optim.AdamW([pair for pair in named if "norm" in pair[0]], lr=1e-2)
 
-    trains_alike_with(sizes, new)
+    trains_alike(sizes, new_optimizer=new)
 
 
 def micro_batches(model, step, rank):
@@ -382,10 +463,6 @@ def hooked_modules(sizes: Sizes) -> None:
     trains_alike(sizes, after=hook_modules)
 
 
-def optimizer_params(sharded: ShardedModel) -> list[nn.Parameter]:
-    return [param for group in sharded.optimizer.param_groups for param in group["params"]]
-
-
 def masked_grads(sizes: Sizes) -> None:
     """Also where the engine takes a gradient as soon as it is there; set before `shard` too."""
 
@@ -423,30 +500,8 @@ def changed_grads(sizes: Sizes) -> None:
             (loss / 2).backward(retain_graph=True)  # of 2 ranks
             yield loss
 
-    plain = train_plainly(build_toy(), twice, 2)
-    trains_alike(sizes, step=doubled, expected=plain)
-
-
-def clipped_values(sizes: Sizes) -> None:
-    model, expected = build_toy(), []
-    optimizer = new_adamw(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = [toy_loss(model, toy_batch(step, 0, rank)) / 2 for rank in range(2)]
-        backward_all(losses)
-        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        total = sum(loss.item() for loss in losses)
-        expected.append(pytest.approx((total, 0.0), rel=1e-6))
-
-    def clipped(sharded, losses):
-        sharded.zero_grad()
-        backward_all(losses)
-        nn.utils.clip_grad_value_(optimizer_params(sharded), 1e-3)
-        sharded.step()
-        return 0.0
-
-    trains_alike(sizes, step=clipped, expected=expected)
+    with sharded_toy(sizes) as sharded:
+        assert train(sharded, one, doubled) == train_plainly(build_toy(), twice)
 
 
 class Adapted(nn.Module):
@@ -529,7 +584,7 @@ def generation(sizes: Sizes) -> None:
                         for text, model in zip(texts, (sharded.model, plain), strict=True)
                     ]
             assert torch.equal(*texts)
-        assert train(sharded, one) == train_plainly(plain, one, 2)
+        assert train(sharded, one) == train_plainly(plain, one)
 
 
 def some_values(sizes: Sizes) -> None:
@@ -582,14 +637,14 @@ def left_early(sizes: Sizes) -> None:
     with sharded_toy(sizes) as sharded:
         for _ in sharded.full_params():
             break
-        assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+        assert train(sharded, one) == train_plainly(build_toy(), one)
 
 
 def rolled_out(sizes: Sizes) -> None:
     with sharded_toy(sizes) as sharded:
         copy = {name: value.clone() for name, value in sharded.stream_weights()}
         sharded.mark_weights("copy")
-        assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+        assert train(sharded, one) == train_plainly(build_toy(), one)
         for delta in sharded.stream_changes("copy"):
             apply_delta(copy, delta)
         for name, value in sharded.full_params():
@@ -634,16 +689,20 @@ def losses_of(*losses: Callable) -> list[Check]:
     return [partial(trains_alike, losses=one) for one in losses]
 
 
-def steps_of(*steps: Step, clips: bool = True) -> list[Check]:
-    return [partial(trains_alike, step=step, clips=clips) for step in steps]
+def steps_of(*steps: Step, clip: Callable = clipped) -> list[Check]:
+    return [partial(trains_alike, step=step, clip=clip) for step in steps]
 
 
 # The commonest, which are fast with all sizes.
 CORE: dict[str, Check | list[Check]] = {
-    "several backwards in a step": losses_of(
-        several_backwards_without_a_word, two_forwards_two_backwards, a_loss_of_a_frozen_copy
-    ),
-    "two forwards and one backward": losses_of(two_forwards_one_backward),
+    "several backwards in a step": [
+        *losses_of(
+            several_backwards_without_a_word, two_forwards_two_backwards, a_loss_of_a_frozen_copy
+        ),
+        partial(trains_alike, build=build_tied, losses=several_backwards_without_a_word),
+        penalised_weights,
+    ],
+    "two forwards and one backward": [*losses_of(two_forwards_one_backward), reduced_once],
     "a gradient penalty": losses_of(a_gradient_penalty),
     "a forward whose backward never comes": losses_of(a_forward_without_backward),
     "`optimizer.zero_grad()`, `model.zero_grad()`": steps_of(
@@ -652,16 +711,16 @@ CORE: dict[str, Check | list[Check]] = {
         zeroed_by(lambda s: s.model.zero_grad(set_to_none=True)),
         zeroed_at_the_end,
     ),
-    "`optimizer.step()`": steps_of(the_optimizer_alone, clips=False),
+    "`optimizer.step()`": steps_of(the_optimizer_alone, clip=unclipped),
     "`torch.amp.GradScaler` on `sharded.optimizer`": [
         *steps_of(of_a_scaler),
-        *steps_of(of_a_scaler_without_clipping, clips=False),
+        *steps_of(of_a_scaler_without_clipping, clip=unclipped),
     ],
     "`model.eval()` and an evaluation before the first step or between steps": steps_of(
-        with_a_schedule_and_an_evaluation, clips=False
+        with_a_schedule_and_an_evaluation, clip=unclipped
     ),
     "`model.to()`, `.float()` that change nothing": steps_of(moved_to_where_it_is),
-    "no `zero_grad` at all": adds_up,
+    "no `zero_grad` at all": partial(trains_alike, step=never_zeroed, clip=unclipped, zeroes=False),
     "a gradient that overflows on one rank, with a `GradScaler`": overflow,
     "`model.encode(x)`, `model.forward(x)`": other_methods,
     "a `DeviceMesh` of one dimension as `group`": a_mesh_as_group,
@@ -671,7 +730,7 @@ RIGHT: dict[str, Check | list[Check]] = CORE | {
     "a scheduler that writes `lr`": rates_that_change,
     "`lr` as a tensor, `fused=True`": rates_as_tensors,
     "parameter groups by name": groups_by_name,
-    "two optimizers in one class": lambda sizes: trains_alike_with(sizes, Both),
+    "two optimizers in one class": partial(trains_alike, new_optimizer=Both),
     "an optimizer of some of the parameters": an_optimizer_of_some,
     "`model.no_sync()`": partial(trains_alike, losses=micro_batches),
     "`set_is_last_micro_batch(True)` forgotten": partial(trains_alike, step=never_the_last),
@@ -694,7 +753,7 @@ RIGHT: dict[str, Check | list[Check]] = CORE | {
     ),
     "`param.register_post_accumulate_grad_hook`": masked_grads,
     "reading or replacing `.grad` of `sharded.optimizer`'s parameters": changed_grads,
-    "`clip_grad_value_`": clipped_values,
+    "`clip_grad_value_`": partial(trains_alike, step=clipped_values, clip=clip_values),
     "adapters (LoRA) in a frozen model": partial(trains_alike, build=build_adapted),
     "`weight_norm`, `orthogonal` before `shard`": partial(trains_alike, build=build_normed),
     "`BatchNorm`": partial(trains_alike, build=build_with_batch_norm),
@@ -1057,7 +1116,7 @@ def check_compiled_model() -> None:
                 def losses(_, step, rank, compiled=compiled):
                     yield toy_loss(compiled, toy_batch(step, 0, rank))
 
-                assert train(sharded, losses) == train_plainly(build_toy(), one, 2)
+                assert train(sharded, losses) == train_plainly(build_toy(), one)
 
 
 @pytest.mark.slow
@@ -1084,7 +1143,7 @@ def check_accelerate(folder: Path) -> None:
         for index in range(2):
             yield toy_loss(model, toy_batch(step, index, rank)) / 2
 
-    expected = train_plainly(build_toy(), halves, 2)
+    expected = train_plainly(build_toy(), halves)
     for sizes in SIZES:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         with sharded_toy(sizes) as sharded:
@@ -1216,7 +1275,7 @@ def train_in_parts() -> None:
         with sharded_toy(sizes, build()) as sharded:
             for name in ("encode", "decode"):
                 sharded.register_forward_method(sharded.model, name)
-            assert train(sharded, way) == train_plainly(build(), way, 2)
+            assert train(sharded, way) == train_plainly(build(), way)
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from megatron_asynchzp import ConfigurationError, LoadPlanner, ShardedModel, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
+from tests.support.loops import new_adamw, one, sharded_toy, usual_step
 from tests.support.toy_models import toy_batch, toy_loss
-from tests.test_habits import new_adamw, one, sharded_toy, usual_step
 
 _PAGE = Path(__file__).parents[1] / "docs" / "library.md"
 

@@ -4,7 +4,7 @@
 
 import os
 import runpy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,63 +25,45 @@ from megatron_asynchzp import (
 )
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks, start_process
+from tests.support import loops
 from tests.support.bare_environment import forget_other_packages
 from tests.support.engine import build_toy, nested_sizes
+from tests.support.loops import STEPS, new_adamw, params_of, usual_step
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
 
-CLIP = 0.3
-STEPS, MICRO_BATCHES = 3, 2
-
-
-def new_adamw(params) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+MICRO_BATCHES = 2
 
 
 def sharded_toy(sizes: tuple[Any, ...], is_tied: bool = False, **kwargs) -> ShardedModel:
-    model = build_toy(is_tied=is_tied, **kwargs)
-    return shard(model, model.blocks, ShardSizes(*sizes), new_adamw)
+    return loops.sharded_toy(sizes, build_toy(is_tied=is_tied, **kwargs))
+
+
+def of_micro_batches(model: nn.Module, step: int, rank: int) -> Iterable[torch.Tensor]:
+    for index in range(MICRO_BATCHES):
+        yield toy_loss(model, toy_batch(step, index, rank)) / MICRO_BATCHES
+
+
+def marking_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
+    """As the README's, which says before each forward whether it is the last one of the step."""
+
+    def marked() -> Iterable[torch.Tensor]:
+        left = iter(losses)
+        for index in range(MICRO_BATCHES):
+            sharded.set_is_last_micro_batch(index == MICRO_BATCHES - 1)
+            yield next(left)
+
+    return usual_step(sharded, marked())
 
 
 def train(
     sharded: ShardedModel, steps: range, group: dist.ProcessGroup | None = None
-) -> list[tuple[float, float]]:
-    """Mean loss over the ranks of the group and gradient norm of each step."""
-    seen = []
-    for step in steps:
-        sharded.zero_grad()
-        total = torch.zeros(())
-        for index in range(MICRO_BATCHES):
-            sharded.set_is_last_micro_batch(index == MICRO_BATCHES - 1)
-            loss = toy_loss(sharded.model, toy_batch(step, index, dist.get_rank()))
-            (loss / MICRO_BATCHES).backward()
-            total += loss.detach() / MICRO_BATCHES
-        norm = sharded.clip_grad_norm_(CLIP)
-        sharded.step()
-        dist.all_reduce(total, group=group)
-        seen.append((total.item() / dist.get_world_size(group), norm.item()))
-    return seen
+) -> loops.Seen:
+    return loops.train(sharded, of_micro_batches, marking_step, steps, group)
 
 
-def train_plainly(model: nn.Module, steps: range, ranks: Sequence[int]) -> list:
-    """The same in one process, without sharding, over the batches of all ranks."""
-    optimizer, seen = new_adamw(model.parameters()), []
-    for step in steps:
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for rank in ranks:
-            for index in range(MICRO_BATCHES):
-                loss = toy_loss(model, toy_batch(step, index, rank)) / MICRO_BATCHES / len(ranks)
-                loss.backward()
-                total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        seen.append(pytest.approx((total.item(), norm.item()), rel=1e-5))
-    return seen
-
-
-def params_of(sharded: ShardedModel) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in sharded.full_params()}
+def train_plainly(model: nn.Module, steps: range, ranks: Iterable[int] | None = None) -> list:
+    return loops.train_plainly(model, of_micro_batches, ranks, steps=steps, rel=1e-5)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -94,11 +76,10 @@ SOME_SIZES = [(1, 2, 4), (4, 1, 4), (2, 2, 2)]
 
 
 def check_nestings(all_sizes: list[tuple[int, int, int]]) -> None:
-    world = dist.get_world_size()
     for is_tied in (False, True):
         model = build_toy(is_tied=is_tied)
         start = {name: param.detach().clone() for name, param in model.named_parameters()}
-        plain = train_plainly(model, range(STEPS), range(world))
+        plain = train_plainly(model, range(STEPS))
         for sizes in [(4, 4, 4)] if is_tied else all_sizes:
             with sharded_toy(sizes, is_tied) as sharded:
                 assert_same(params_of(sharded), start)
@@ -231,7 +212,7 @@ def check_oddities(folder: Path) -> None:
     torch.manual_seed(5)
     plain = Oddities()
     plain.embedding.sparse = False  # torch's AdamW wants it so
-    theirs = train_plainly(plain, range(4), range(2))
+    theirs = train_plainly(plain, range(4))
     for how in (((2, 2, 2), 0), ((2, 2, 2), 2**20), ((1, 1, 2), 0)):
         with sharded_oddities(*how) as sharded:
             ours = train(sharded, range(2))
@@ -346,7 +327,7 @@ def check_model(build: Callable[[], tuple[nn.Module, Iterable[nn.Module]]]) -> N
     model, layers = build()
     with shard(model, layers, ShardSizes(1, 2, 2), new_adamw) as sharded:
         ours = train(sharded, range(STEPS))
-    assert ours == train_plainly(plain, range(STEPS), range(dist.get_world_size()))
+    assert ours == train_plainly(plain, range(STEPS))
 
 
 @pytest.mark.parametrize("build", [new_encoder, new_llama])
