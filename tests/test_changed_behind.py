@@ -198,7 +198,19 @@ def inputs_of(step: int, rank: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-1, 1, 16).view(2, 8).add(0.1 * (rank + step)).to(device)
 
 
-def one_process(change: Change) -> list[torch.Tensor]:
+Clips = list[list[float]]
+"""Of the steps in turn: the norms to which each is clipped, one after another, before anything is
+changed."""
+# A unit that was sent early is sent again where a norm above the limit changes its gradients.
+CLIPS: list[Clips] = [[[1e6]], [[1e6], [1e-3]], [[1e-3, 1e6]]]
+NEVER: Clips = [[]]
+
+
+def nothing(optimizer: Optimizer, step: int) -> None:
+    """The usual step."""
+
+
+def one_process(change: Change, clips: Clips) -> list[torch.Tensor]:
     """The parameters after the last step."""
     device, world = device_of_rank(), dist.get_world_size()
     model = new_model(device)
@@ -207,12 +219,14 @@ def one_process(change: Change) -> list[torch.Tensor]:
         optimizer.zero_grad(set_to_none=False)
         for rank in range(world):
             (model(inputs_of(step, rank, device)).pow(2).mean() / world).backward()
+        for limit in clips[step % len(clips)]:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
         change(optimizer, step)
         optimizer.step()
     return [param.detach() for param in model.parameters()]
 
 
-def trained(change: Change, sizes: Sizes, early: str) -> list[torch.Tensor]:
+def trained(change: Change, sizes: Sizes, early: str, clips: Clips) -> list[torch.Tensor]:
     device = device_of_rank()
     model = new_model(device)
     schedule = ScheduleConfig(early_update=early)
@@ -223,6 +237,8 @@ def trained(change: Change, sizes: Sizes, early: str) -> list[torch.Tensor]:
             made.zero_grad()
             model(inputs_of(step, dist.get_rank(), device)).pow(2).mean().backward()
             sent += sum(map(made.runtime.gathers.was_sent, made.runtime.units))
+            for limit in clips[step % len(clips)]:
+                made.clip_grad_norm_(limit)
             change(made.optimizer, step)
             made.step()
         # With one holder of each shard nothing travels.
@@ -230,10 +246,12 @@ def trained(change: Change, sizes: Sizes, early: str) -> list[torch.Tensor]:
         return [value.clone() for _, value in made.full_params()]
 
 
-def compare(changes: list[Change], all_sizes: list[Sizes]) -> None:
-    for change, sizes in product(changes, all_sizes):
-        expected = one_process(change)
-        early, late = (trained(change, sizes, early) for early in ("on", "off"))
+def compare(changes: list[Change], all_sizes: list[Sizes], all_clips: list[Clips] = CLIPS) -> None:
+    cases = [(change, NEVER) for change in changes]
+    cases += [(change, clips) for change in (nothing, clamp_data) for clips in all_clips]
+    for (change, clips), sizes in product(cases, all_sizes):
+        expected = one_process(change, clips)
+        early, late = (trained(change, sizes, early, clips) for early in ("on", "off"))
         for one, other, plain in zip(early, late, expected, strict=True):
             assert torch.equal(one, other), (change.__name__, sizes)
             assert (one - plain).abs().max() <= 1e-6, (change.__name__, sizes)
@@ -250,16 +268,19 @@ WORLDS = [(1, [(1, 1, 1)]), (2, [(2, 2, 2), (1, 1, 2)]), (4, [(1, 1, 1), (2, 2, 
     "weights decayed by hand, clamped, assigned or put back between backward and `step()`",
 )
 @pytest.mark.parametrize(
-    ("world_size", "changes", "all_sizes"),
+    ("world_size", "changes", "all_sizes", "clips"),
     [
-        slow_unless(True, 2, FAST, [(1, 2, 2)], id="some"),
-        *(slow_unless(False, size, BEFORE, some, id=f"{size} ranks") for size, some in WORLDS),
+        slow_unless(True, 2, FAST, [(1, 2, 2)], CLIPS[1:2], id="some"),
+        *(
+            slow_unless(False, size, BEFORE, some, CLIPS, id=f"{size} ranks")
+            for size, some in WORLDS
+        ),
     ],
 )
 def test_what_is_changed_between_backward_and_step_counts_by_whatever_way_it_is_changed(
-    world_size: int, changes: list[Change], all_sizes: list[Sizes]
+    world_size: int, changes: list[Change], all_sizes: list[Sizes], clips: list[Clips]
 ):
-    run_ranks(compare, world_size, changes, all_sizes, timeout_s=900.0)
+    run_ranks(compare, world_size, changes, all_sizes, clips, timeout_s=900.0)
 
 
 @pytest.mark.slow
@@ -274,7 +295,9 @@ def one_rank_alone(sizes: Sizes) -> None:
         if dist.get_rank() == 1:
             clamp_data(optimizer, step)
 
-    for one, other in zip(trained(change, sizes, "on"), trained(change, sizes, "off"), strict=True):
+    for one, other in zip(
+        *(trained(change, sizes, early, NEVER) for early in ("on", "off")), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -329,6 +352,28 @@ def test_until_the_step_the_optimizer_s_values_are_those_of_the_last_one(
     dtype: torch.dtype | None, sizes: Sizes
 ):
     run_ranks(read_until_the_step, 2, dtype, sizes)
+
+
+class OwnAdam(torch.optim.AdamW):
+    """Of which nobody knows what it does."""
+
+
+def refuse() -> str:
+    model = new_model(torch.device("cpu"))
+    with pytest.raises(ConfigurationError) as found:
+        shard(
+            model,
+            list(model),
+            ShardSizes(1, 1, 1),
+            lambda params: OwnAdam(params, lr=1e-2),
+            schedule=ScheduleConfig(early_update="on"),
+        )
+    return str(found.value)
+
+
+def test_an_optimizer_of_which_nobody_knows_what_it_does_is_late_and_refused_where_it_is_on():
+    (line,) = run_ranks(refuse, 1)
+    assert "OwnAdam" in line and "\n" not in line and "AdamW" in line
 
 
 # ---- after the step
