@@ -13,7 +13,7 @@ import pytest
 from megatron_asynchzp.planner.cluster_files import cluster_toml, load_cluster
 from scripts.testbed import links
 from scripts.testbed.agents import Nodes
-from tests.support.elastic_journal import Attempt, read_attempts
+from tests.support.journal import Attempt, read_starts
 from tests.support.launches import Launch
 from tests.test_launch import TOY
 
@@ -37,6 +37,10 @@ def _chosen(text: str) -> list[str]:
     return [line.partition(": --")[2].join(("--", "")).partition(" (")[0] for line in lines]
 
 
+def _values(attempt: Attempt) -> dict[int, float]:
+    return {step: float.fromhex(loss) for step, loss in attempt.losses.items()}
+
+
 def _by_hand(folder: Path, starts: list[tuple[int, int, str]]) -> dict[int, float]:
     """The loss of each step of runs one after the other: their ranks, last step and sizes."""
     losses = {}
@@ -46,11 +50,11 @@ def _by_hand(folder: Path, starts: list[tuple[int, int, str]]) -> dict[int, floa
         place = f"--load {folder / 'by_hand'} --save {folder / 'by_hand'}"
         line = f"{_LINE} {sizes} {place} --train-iters {last} --override-opt-param-scheduler"
         env = {"JOURNAL": str(journal)}
-        ended = Launch(folder, _SUPPORT / "elastic_pretrain.py", line, ranks, env).end()
+        ended = Launch(folder, _SUPPORT / "struck_pretrain.py", line, ranks, env).end()
         assert [one.status for one in ended] == [0] * ranks, ended[0].text[-3000:]
-        (attempt,) = read_attempts(journal)
+        (attempt,) = read_starts(journal)
         assert attempt.ranks == ranks
-        losses |= attempt.losses
+        losses |= _values(attempt)
     return losses
 
 
@@ -68,13 +72,13 @@ def test_a_lost_node_and_its_return_reshard_a_run_as_if_by_hand(tmp_path, inter)
     (tmp_path / "mine.toml").write_text(cluster_toml(known))
     journal = tmp_path / "journal"
     journal.mkdir()
-    words = ["-m", "megatron_asynchzp.launch", str(_SUPPORT / "elastic_pretrain.py")]
+    words = ["-m", "megatron_asynchzp.launch", str(_SUPPORT / "struck_pretrain.py")]
     words += f"{_LINE} {_RULES} --asynchzp-cluster {tmp_path / 'mine.toml'}".split()
     words += f"--load {tmp_path / 'runs'} --save {tmp_path / 'runs'}".split()
     words += ["--train-iters", str(_STEPS)]
 
     def attempts() -> list[Attempt]:
-        return read_attempts(journal)
+        return read_starts(journal)
 
     env = {"JOURNAL": str(journal), "STEP_S": "0.3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = [*_OPTIONS.split(), _PATIENCE]
@@ -100,7 +104,7 @@ def test_a_lost_node_and_its_return_reshard_a_run_as_if_by_hand(tmp_path, inter)
     assert [one.split()[5] for one in sizes] == ["4", "2", "4"]
     lasts = [fewer.began, again.began, _STEPS]
     by_hand = _by_hand(tmp_path, list(zip([4, 2, 4], lasts, sizes, strict=True)))
-    ours = {step: loss for one in (whole, fewer, again) for step, loss in one.losses.items()}
+    ours = {step: loss for one in (whole, fewer, again) for step, loss in _values(one).items()}
     assert ours == pytest.approx(by_hand, rel=0, abs=1e-6)
     # The batch and the order of the data are those of a run that nothing happened to.
     (tmp_path / "undisturbed").mkdir()

@@ -18,7 +18,7 @@ from tests.support.launches import Ended, Launch
 from tests.test_launch import TOY, torchrun
 
 _ROOT = Path(__file__).parents[1]
-_SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
+_SCRIPT = _ROOT / "tests" / "support" / "struck_pretrain.py"
 _INTERVAL = 2
 _LINE = (
     f"{TOY} --lr-decay-iters 100 --num-workers 0 --eval-iters 0 --hidden-dropout 0 "

@@ -19,7 +19,7 @@ from tests.support.selection import slow_unless
 from tests.test_launch import TOY, await_third_step, torchrun
 
 _ROOT = Path(__file__).parents[1]
-_SCRIPT = _ROOT / "tests" / "support" / "faulty_pretrain.py"
+_SCRIPT = _ROOT / "tests" / "support" / "struck_pretrain.py"
 _LINE = (
     f"{TOY} --global-batch-size 6 --eval-iters 0 --untie-embeddings-and-output-weights "
     "--use-asynchzp --asynchzp-device cpu"
@@ -35,7 +35,7 @@ _NAMED = rf"({'|'.join(LANES.values())}) of \S+( units)? over ranks 0 to 2 in st
 
 def start(folder: Path, kind: str, fault: str, iterations: int = 1000, **env: str) -> Launch:
     line = f"{_LINE} {_SIZES} --asynchzp-schedule {kind} --train-iters {iterations}"
-    return Launch(folder, _SCRIPT, line, _WORLD_SIZE, {"FAULT": fault, **env})
+    return Launch(folder, _SCRIPT, line, _WORLD_SIZE, {"INTERRUPT": fault, **env})
 
 
 def last_line(ended: Ended, rank: int) -> str:
@@ -48,7 +48,7 @@ def last_line(ended: Ended, rank: int) -> str:
 
 @pytest.mark.parametrize("kind", [slow_unless(kind == "threaded", kind) for kind in SCHEDULES])
 def test_when_a_rank_is_killed_every_other_ends_with_one_line_and_status_1(tmp_path, kind):
-    ended = start(tmp_path, kind, "SIGKILL 1 4").end(_SOON_S)
+    ended = start(tmp_path, kind, "SIGKILL 1 forward 4").end(_SOON_S)
     assert [one.status for one in ended] == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
         output = last_line(ended[rank], rank)
@@ -63,7 +63,7 @@ def test_when_a_rank_is_killed_every_other_ends_with_one_line_and_status_1(tmp_p
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.slow
 def test_when_a_rank_stands_still_the_others_end_within_the_time_limit(tmp_path, kind):
-    run = start(tmp_path, kind, "SIGSTOP 1 4", FAULT_LIMIT_S="3")
+    run = start(tmp_path, kind, "SIGSTOP 1 forward 4", LIMIT_S="3")
     ended = run.end(_SOON_S, is_awaited=lambda rank: rank != 1)
     for rank in (0, 2):
         assert ended[rank].status == 1
@@ -73,7 +73,7 @@ def test_when_a_rank_stands_still_the_others_end_within_the_time_limit(tmp_path,
 
 @pytest.mark.parametrize("kind", [slow_unless(kind == "threaded", kind) for kind in SCHEDULES])
 def test_ctrl_c_ends_every_rank_at_once_in_one_line_with_status_130(tmp_path, kind):
-    run = start(tmp_path, kind, "none 0 0", iterations=100000)
+    run = start(tmp_path, kind, "", iterations=100000)
     run.await_text(" iteration        3/")
     run.signal(signal.SIGINT)
     start_s = time.monotonic()
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_every_rank_at_once_in_one_line_with_status_130(tmp_path, ki
 
 
 def test_an_error_of_the_script_keeps_its_traceback_and_names_where_training_was(tmp_path):
-    ended = start(tmp_path, "threaded", "raise 1 4").end(_SOON_S)
+    ended = start(tmp_path, "threaded", "raise 1 forward 4").end(_SOON_S)
     assert [one.status for one in ended] == [1, 1, 1]
     assert "OddError: not ours" in ended[1].text and "Traceback" in ended[1].text
     output = last_line(ended[1], 1)
@@ -99,7 +99,7 @@ def test_an_error_of_the_script_keeps_its_traceback_and_names_where_training_was
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.slow
 def test_a_rank_that_skips_a_layer_stops_the_run_before_its_number_is_printed(tmp_path, kind):
-    ended = start(tmp_path, kind, "skip 1 5", FAULT_LIMIT_S="3").end(_SOON_S)
+    ended = start(tmp_path, kind, "skip 1 forward 5", LIMIT_S="3").end(_SOON_S)
     assert "iteration        2/" in "".join(one.text for one in ended)
     assert "iteration        3/" not in "".join(one.text for one in ended)
     output = [last_line(one, rank) for rank, one in enumerate(ended) if one.status == 1]
@@ -108,16 +108,16 @@ def test_a_rank_that_skips_a_layer_stops_the_run_before_its_number_is_printed(tm
         assert re.match(rf"{_NAMED} failed: |step 3: collective \d+ ", line), line
 
 
-@pytest.mark.parametrize("fault", ["late 2 0", slow_unless(False, "none 0 0")])
-def test_a_run_that_comes_to_its_end_leaves_no_thread_and_prints_nothing(tmp_path, fault):
+@pytest.mark.parametrize("late", ["2", slow_unless(False, "")])
+def test_a_run_that_comes_to_its_end_leaves_no_thread_and_prints_nothing(tmp_path, late):
     """Also where the rank that holds the store comes to its end two seconds before another, or the
     script ends without destroying the process groups."""
-    ended = start(tmp_path, "threaded", fault, iterations=2).end(_SOON_S)
+    ended = start(tmp_path, "threaded", "", iterations=2, LATE=late).end(_SOON_S)
     for one in ended:
         assert one.status == 0
         assert not [line for line in one.own_lines if " rank " in line]
         assert "Traceback" not in one.text and "Error" not in one.text
-        assert ("threads: []" in one.text) == (fault != "none 0 0")
+        assert ("threads: []" in one.text) == bool(late)
 
 
 @pytest.mark.slow
@@ -172,7 +172,9 @@ def test_a_bit_that_changes_on_one_of_three_replicas_ends_all_ranks_with_one_lin
     line = f"{_LINE} --check-weight-hash-across-dp-replicas-interval 2 --train-iters 100"
     line += " --asynchzp-param-shard-size 1 --asynchzp-grad-shard-size 1"
     line += " --asynchzp-optim-shard-size 1"
-    ended = Launch(tmp_path, _SCRIPT, line, _WORLD_SIZE, {"FAULT": "flip 1 5"}).end(_SOON_S)
+    ended = Launch(tmp_path, _SCRIPT, line, _WORLD_SIZE, {"INTERRUPT": "flip 1 forward 5"}).end(
+        _SOON_S
+    )
     assert [one.status for one in ended] == [1, 1, 1]
     lines = {last_line(one, rank) for rank, one in enumerate(ended)}
     assert len(lines) == 1 and not any("Traceback" in one.text for one in ended)

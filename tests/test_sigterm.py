@@ -14,7 +14,7 @@ from tests.support.selection import slow_unless
 from tests.test_launch import TOY, await_third_step, torchrun
 
 _ROOT = Path(__file__).parents[1]
-_SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
+_SCRIPT = _ROOT / "tests" / "support" / "struck_pretrain.py"
 _LAST = 8
 # Two micro-batches a step. Dropout of hidden states draws, on the CPU platform, from the generator
 # that a DataLoader draws from at its start.

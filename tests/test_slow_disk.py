@@ -14,7 +14,7 @@ from megatron_asynchzp.checkpoint_files.choice import TRACKER, choose_checkpoint
 from tests.support.launches import Ended, Launch
 from tests.test_launch import TOY
 
-_SCRIPT = Path(__file__).parent / "support" / "slow_disk_pretrain.py"
+_SCRIPT = Path(__file__).parent / "support" / "struck_pretrain.py"
 _LINE = (
     f"{TOY} --train-iters 4 --lr-decay-iters 4 --num-workers 0 --eval-iters 0 --hidden-dropout 0 "
     "--use-asynchzp --asynchzp-device cpu --save-interval 2"
@@ -26,7 +26,7 @@ _LONG_S = 600  # no test takes that long, nor does it wait for the stall to end
 def _run(folder: Path, slow: str, limit_s: float, flags: str = "") -> list[Ended]:
     place = folder / "checkpoints"
     line = f"{_LINE} --save {place} --load {place} {flags}"
-    return Launch(folder, _SCRIPT, line, 2, {"SLOW": slow, "LIMIT_S": str(limit_s)}).end()
+    return Launch(folder, _SCRIPT, line, 2, {"SLOW": slow, "SAVE_LIMIT_S": str(limit_s)}).end()
 
 
 @pytest.mark.slow

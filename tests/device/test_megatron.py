@@ -230,7 +230,7 @@ def start(tmp_path: Path) -> Callable[..., Attempt]:
         # fmt: off
         command = [sys.executable, "-m", "scripts.testbed.device", "--ranks", "2", "--law",
                    "uniform", "--seed", "3", "--timeout", "240", "--", "-m",
-                   "megatron_asynchzp.launch", "tests/support/interrupted_pretrain.py", *_LINE,
+                   "megatron_asynchzp.launch", "tests/support/struck_pretrain.py", *_LINE,
                    *size_flags((1, 2, 2)), *flags]
         # fmt: on
         env = os.environ | {"INTERRUPT": interrupt, "JOURNAL": str(journal)}
