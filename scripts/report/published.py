@@ -37,6 +37,7 @@ RECORDED = {
     "bit flips": "bit_flips",
     "checkpoints": "checkpoints",
     "clusters": "clusters",
+    "device faults": "device_faults",
     "early update": "early_update",
     "grad wire": "grad_wire",
     "graph host cost": "graph_host_cost",

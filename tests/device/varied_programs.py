@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What two ranks train on the emulated device while one thing is broken: together these programs
-pass every place at which the engine waits, records an event, launches or takes memory."""
+"""What two ranks train on an emulated device: together these programs pass every place at which the
+engine waits, records an event, launches or takes memory."""
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +21,7 @@ from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.step import KeepBudgets
 from scripts.testbed.contenders.adam import owned_params
+from scripts.testbed.device.delays import Delays
 from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of
 from tests.support.engine import shard_model
 from tests.support.toy_models import Block, ToyLM, toy_batch, toy_loss
@@ -317,3 +318,25 @@ PROGRAMS = (
     _engine("sent before the update", (1, 1, 2), torch.float32, True),
     _engine("replicas, sent before the update", (1, 1, 1), torch.float32, True),
 )
+
+
+LAWS = [Delays(), Delays("uniform", 1), Delays("slow-stream", 2), Delays("on-demand", 3)]
+
+
+def train_each_under(laws: Sequence[Delays]) -> list[list[Seen]]:
+    """Every program under each law."""
+    from scripts.testbed.device import inside
+
+    results = []
+    for law in laws:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        results.append([program.train() for program in PROGRAMS])
+    return results
+
+
+def assert_no_delay_changes_a_bit(of_laws: Sequence[Sequence[Seen]]) -> None:
+    """of_laws: what one rank saw."""
+    without, *others = of_laws
+    for law, seen in zip(LAWS[1:], others, strict=True):
+        for program, found, expected in zip(PROGRAMS, seen, without, strict=True):
+            assert found == expected, (program.name, str(law))
