@@ -261,14 +261,14 @@ MUTANTS = [
         "tests/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
     ),
     Mutant(
-        "nobody-writes",
-        "law 7: a failure in a save names who was writing",
-        "failure/roll_call.py",
-        "self._answer(self._is_found_writing())",
-        "self._answer(False)",
+        "a-stream-waits-for-nothing",
+        "a command begins after what its stream waits for",
+        "scripts/launch_order/queues.py",
+        "        _join(clock, after)\n",
+        "",
         (
-            "tests/comm/test_roll_call.py::"
-            "test_who_writes_a_checkpoint_is_named_where_a_collective_is_not_the_engines"
+            "tests/launch_order/test_queues.py::"
+            "test_a_collective_needs_those_of_its_rank_without_whose_end_it_cannot_begin"
         ),
     ),
 ]

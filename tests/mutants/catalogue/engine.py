@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants: who asks for what: units, autograd, the step."""
+"""Mutants: who asks for what: units, autograd, the step, and what is sent before the update."""
 
 from tests.mutants.catalogue.mutant import Mutant
 
@@ -55,17 +55,6 @@ MUTANTS = [
         "zero/saved_views.py",
         "if self.theirs is None else _Theirs(self.theirs[0](tensor))",
         "",
-        (
-            "tests/test_model_habits.py::"
-            "test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name"
-        ),
-    ),
-    Mutant(
-        "hooks-of-others-taken-for-a-units",
-        "hooks of others may end after the unit in which they began",
-        "zero/saved_views.py",
-        "_take(of_a_unit=True)",
-        "_POP()",
         (
             "tests/test_model_habits.py::"
             "test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name"
@@ -147,14 +136,6 @@ MUTANTS = [
         "tests/zero/test_seats.py::test_two_units_of_one_seat_are_not_in_use_together",
     ),
     Mutant(
-        "seats-are-spare-places",
-        "what has no seat takes no place of what has one",
-        "sharding/decisions.py",
-        " if spare not in chunk.seats]",
-        "]",
-        "tests/zero/test_seats.py::test_what_has_no_seat_takes_no_place_of_what_has_one",
-    ),
-    Mutant(
         "captured-grads-in-pieces",
         "no gradient of a captured layer is read after the next layer has begun to write there",
         "zero/autograd.py",
@@ -166,30 +147,11 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "captured-shape",
-        "a captured layer is replayed with the tensors that it was captured with",
-        "zero/calls.py",
-        "if self.training and captured:",
-        "if False:",
-        "tests/zero/test_seats.py::test_other_inputs_than_were_captured_are_refused_in_one_line",
-    ),
-    Mutant(
         "codes-by-the-scale-of-one-rank",
         "weights travel as codes by the scale of the whole weight",
         "comm/codes.py",
         "yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))",
         "yield from ()",
-        (
-            "tests/zero/test_codes.py::"
-            "test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes"
-        ),
-    ),
-    Mutant(
-        "codes-by-the-scale-of-another-block",
-        "each block of a weight travels by its own scale",
-        "comm/codes.py",
-        "[bands].repeat_interleave(side, 1)",
-        "[bands].flip(1).repeat_interleave(side, 1)",
         (
             "tests/zero/test_codes.py::"
             "test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes"
@@ -255,5 +217,36 @@ MUTANTS = [
             "tests/mcore/test_data_parallel.py::"
             "test_weights_that_are_set_between_two_steps_are_refused_by_name_and_not_lost"
         ),
+    ),
+    Mutant(
+        "preview-in-the-place-of-main-params",
+        "main parameters are those of the last step until the next one",
+        "zero/unit.py",
+        "for part in (slice(own.start), slice(own.stop, None)):",
+        "for part in (slice(None),):",
+        (
+            "tests/test_changed_behind.py::"
+            "test_until_the_step_the_optimizer_s_values_are_those_of_the_last_one"
+        ),
+    ),
+    Mutant(
+        "what-differs-is-not-sent-again",
+        "what the update did not make of a unit that was sent is sent again",
+        "zero/step.py",
+        "return [unit for unit in sent if unit not in differing]",
+        "return sent",
+        (
+            "tests/zero/test_early_update.py::"
+            "test_the_bits_are_those_of_an_update_after_the_norm_whatever_becomes_of_a_step"
+        ),
+    ),
+    Mutant(
+        "written-parameters-are-not-seen",
+        "values that are written after the step are refused at their next use",
+        "zero/autograd.py",
+        "                self.refuse_write(unit)\n",
+        "",
+        "tests/test_changed_behind.py::"
+        "test_values_that_are_written_after_the_step_are_refused_at_their_next_use",
     ),
 ]

@@ -6,17 +6,6 @@ from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "experts-divide-no-ranks",
-        "ranks that the experts' sizes do not divide are refused before a start",
-        "mcore/flags/checks.py",
-        "for sizes in (layers, experts):",
-        "for sizes in (layers,):",
-        (
-            "tests/commands/test_sizes.py::"
-            "test_a_world_is_refused_where_megatrons_groups_refuse_it_and_nowhere_else"
-        ),
-    ),
-    Mutant(
         "groups-are-not-worked-out",
         "what Megatron's groups refuse is refused before a start",
         "commands/pretended_world.py",
@@ -26,36 +15,6 @@ MUTANTS = [
             "tests/commands/test_sizes.py::"
             "test_sizes_that_do_not_divide_are_refused_before_a_start[orders of ranks]"
         ),
-    ),
-    Mutant(
-        "configuration-is-not-made",
-        "what the model's configuration refuses is refused before a start",
-        "commands/pretended_world.py",
-        "    arguments.core_transformer_config_from_args(args)\n",
-        "",
-        (
-            "tests/commands/test_sizes.py::"
-            "test_sizes_that_do_not_divide_are_refused_before_a_start[layouts]"
-        ),
-    ),
-    Mutant(
-        "layers-divide-nothing",
-        "what the model's layers refuse is refused before a start",
-        "planner/space.py",
-        "return (row for row in rows if row[1] % row[3])",
-        "return (row for row in rows[:0])",
-        (
-            "tests/commands/test_sizes.py::"
-            "test_sizes_that_do_not_divide_are_refused_before_a_start[widths]"
-        ),
-    ),
-    Mutant(
-        "a-save-counts-at-once",
-        "a run goes back to a checkpoint that was complete when it failed",
-        "planner/goodput.py",
-        "exp(-(interval_s + self.complete_s + self.restart_s) / mean_s)",
-        "exp(-(interval_s + held_s + self.restart_s) / mean_s)",
-        "tests/planner/test_goodput.py::test_the_formula_is_what_failures_that_are_drawn_leave",
     ),
     Mutant(
         "saved-at-by-the-clock",
@@ -69,39 +28,12 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "parts-that-overlap",
-        "two parts of a tensor that overlap are no checkpoint of it",
-        "checkpoint_files/parts.py",
-        '    return f"two parts of it overlap: {first} and {second}"',
-        "    return None",
-        "tests/checkpoint_files/test_parts.py::test_a_fault_is_named",
-    ),
-    Mutant(
         "joined-runs-in-any-order",
         "the runs that neighbours bring together lie in the order of their ranks",
         "mcore/checkpoint/save_ranks.py",
         "begin = (place * runs[one].numel + start) * itemsize",
         "begin = ((factor - 1 - place) * runs[one].numel + start) * itemsize",
         "tests/mcore/checkpoint/test_save_ranks.py::test_what_one_exchange_brings_is_bounded",
-    ),
-    Mutant(
-        "copies-are-not-sent",
-        "what the first copy of the optimizer states has read is in the others too",
-        "mcore/checkpoint/save_ranks.py",
-        "dist.broadcast(on_device, axis.ranks[0], axis.group)",
-        "pass",
-        "tests/mcore/checkpoint/test_save_ranks.py::test_the_first_of_several_copies_reads_for_all",
-    ),
-    Mutant(
-        "sum-without-shapes",
-        "ranks that save one tensor in two shapes are found out",
-        "mcore/checkpoint/agreement.py",
-        "number = _number_of((shard.key, kind, tuple(shard.global_shape)))",
-        "number = _number_of((shard.key, kind))",
-        (
-            "tests/mcore/checkpoint/test_agreement.py::"
-            "test_what_is_not_whole_is_gathered_and_refused_by_megatron"
-        ),
     ),
     Mutant(
         "repeated-step-adds-up",
@@ -134,17 +66,6 @@ MUTANTS = [
         (
             "tests/mcore/test_rounded_adam.py::"
             "test_the_parameter_moves_by_moments_that_are_rounded_only_when_they_are_stored"
-        ),
-    ),
-    Mutant(
-        "mistyped-flags-pass",
-        "a mistyped flag of ours is refused with the nearest name",
-        "mcore/flags/command_line.py",
-        "if meant := mistyped(flag, own):",
-        "if (meant := mistyped(flag, own)) and False:",
-        (
-            "tests/test_mistakes.py::"
-            "test_a_mistake_ends_in_one_line_and_not_with_0[our main flag mistyped]"
         ),
     ),
     Mutant(
@@ -189,17 +110,6 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "dropped-expert",
-        "a model of which no rank describes a part is not streamed",
-        "hf/held_boxes.py",
-        "if held != wanted:",
-        "if held > wanted:",
-        (
-            "tests/sharding/test_held_boxes.py::"
-            "test_a_tensor_of_which_nobody_describes_a_part_is_refused"
-        ),
-    ),
-    Mutant(
         "sigterm-without-a-line",
         "law 7: a rank that torchrun ends says where it was",
         "mcore/process/interrupts.py",
@@ -212,22 +122,11 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "node-as-world",
-        "a size that is node is the ranks of the sharding group on one node",
-        "mcore/flags/shard_sizes.py",
-        "{NODE: gcd(ranks_per_node, group_size),",
-        "{NODE: group_size,",
-        (
-            "tests/mcore/flags/test_shard_sizes.py::"
-            "test_defaults_follow_the_node_and_the_flags_that_were_given"
-        ),
-    ),
-    Mutant(
-        "local-of-other-sizes",
-        "a local checkpoint is loaded into the ranks and sizes that wrote it alone",
-        "mcore/checkpoint/local.py",
-        "if was != now:",
-        "if False:",
-        "tests/mcore/checkpoint/test_local.py::test_what_shards_depend_on_has_to_be_the_same",
+        "adapters-scaled-by-alpha",
+        "an adapter is merged times alpha / rank",
+        "hf/adapters.py",
+        "self._alpha / len(into) * (out @ into)",
+        "self._alpha * (out @ into)",
+        ("tests/hf/test_adapters.py::test_the_merged_weight_is_the_sum_in_fp32_rounded_once"),
     ),
 ]

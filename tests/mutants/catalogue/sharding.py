@@ -39,17 +39,6 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "value-hash-without-places",
-        "the same values in another order have another hash",
-        "sharding/value_hash.py",
-        "(bits * odd[offset : offset + bits.numel()]).sum()",
-        "bits.sum()",
-        (
-            "tests/sharding/test_value_hash.py::"
-            "test_values_that_are_the_same_in_another_order_have_another_hash"
-        ),
-    ),
-    Mutant(
         "checkpoint-boxes",
         "the boxes of a shard in a checkpoint are its elements",
         "sharding/boxes.py",
