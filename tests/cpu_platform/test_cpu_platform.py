@@ -70,28 +70,6 @@ def test_install_and_uninstall_are_idempotent_and_what_was_replaced_is_listed(pl
     assert "megatron.core.parallel_state.get_nccl_options" in replaced
 
 
-@pytest.mark.slow  # every test of mcore/ imports both so
-@pytest.mark.parametrize("module", ["megatron.core", "megatron.training"])
-def test_megatron_can_be_imported_while_the_platform_is_there(module):
-    ended = subprocess.run(
-        [sys.executable, "-c", f"{_IMPORT_AFTERWARDS}\nimport {module}"],
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stdout.split()) == (0, ["cpu", "4.0"]), ended.stderr
-
-
-_IMPORT_AFTERWARDS = """
-from megatron_asynchzp import cpu_platform
-cpu_platform.install()
-import torch
-from megatron.core.jit import jit_fuser
-double = jit_fuser(lambda tensor: 2 * tensor)
-made = double(torch.ones(2, device="cuda"))
-print(made.device, made.sum().item())
-"""
-
-
 def test_models_on_the_meta_device_stay_there_with_the_platform_and_after_it():
     assert on_ranks(_devices_within_meta, 1) == [["meta", "meta"]]
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """A running Megatron model streams the bits that an export of its checkpoint has, over any tensor,
-pipeline and expert parallelism, and takes the memory of two units for it.
+pipeline and expert parallelism; tests/hf/test_one_stream.py has what it takes of memory.
 """
 
 import hashlib
@@ -28,12 +28,10 @@ from megatron_asynchzp import (
 )
 from megatron_asynchzp.hf.contents import jobs_in_order_of_use
 from megatron_asynchzp.hf.export_model import export_model
-from megatron_asynchzp.hf.megatron_arguments import read_arguments
 from megatron_asynchzp.hf.shape import ModelShape
 from scripts.testbed import megatron_runs
 from scripts.testbed.megatron_flags import BF16, UNTIED, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
-from scripts.testbed.memory import install_memory_count
 from scripts.testbed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -120,15 +118,11 @@ class Counted:
     tensors: name and digest of each, as they came.
     received_nbytes: that other ranks sent; own_numel: elements of the parameters on this rank,
         whole, without copies of what another rank has too.
-    gathered: units of this rank that were gathered, by name, as often as they were.
-    extra_nbytes: the most that tensors took beyond what they took before, None: not counted.
     """
 
     tensors: list[tuple[str, Any]] = field(default_factory=list)
     received_nbytes: int = 0
     own_numel: int = 0
-    gathered: list[str] = field(default_factory=list)
-    extra_nbytes: int | None = None
 
 
 def train_stream_and_save(cases: dict[str, Case], folder: Path) -> dict[str, Counted]:
@@ -179,17 +173,13 @@ def counted_stream(model: list, case: Case) -> Counted:
     with counting(counted):
         for name, tensor in stream_weights(model, receivers=case.receivers, dtype=case.dtype):
             counted.tensors.append((name, digest(tensor)))
-    stream = stream_weights(model, receivers=case.receivers, dtype=case.dtype)
-    counted.extra_nbytes = most_beyond(stream)
     return counted
 
 
 @contextmanager
 def counting(counted: Counted) -> Iterator[None]:
-    """Inside, what is gathered and received is counted."""
-    from megatron_asynchzp.hf import weight_stream
-
-    operation, whole_unit = dist.P2POp, weight_stream.whole_unit
+    """Inside, what is received is counted."""
+    operation = dist.P2POp
 
     def note_operation(op: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         assert peer != dist.get_rank()
@@ -197,40 +187,8 @@ def counting(counted: Counted) -> Iterator[None]:
             counted.received_nbytes += tensor.nbytes
         return operation(op, tensor, peer)
 
-    def note_unit(unit: Any) -> torch.Tensor:
-        counted.gathered.append(unit.name)
-        return whole_unit(unit)
-
-    with (
-        mock.patch.object(dist, "P2POp", note_operation),
-        mock.patch.object(weight_stream, "whole_unit", note_unit),
-    ):
+    with mock.patch.object(dist, "P2POp", note_operation):
         yield
-
-
-def most_beyond(stream: Iterator) -> int | None:
-    """The most that tensors take while a stream is taken and dropped; without the copies that gloo
-    makes for itself while it gathers."""
-    from megatron_asynchzp.hf import weight_stream
-
-    if (count := install_memory_count()) is None:
-        return None
-    peaks, whole_unit = list[int](), weight_stream.whole_unit
-
-    def uncounted(unit: Any) -> torch.Tensor:
-        peaks.append(count.peak_nbytes)
-        whole = whole_unit(unit)
-        count.reset_peak()
-        return whole
-
-    before = count.live_nbytes
-    count.reset_peak()
-    with mock.patch.object(weight_stream, "whole_unit", uncounted):
-        for one in stream:
-            del one
-    peaks.append(count.peak_nbytes)
-    count.uninstall()
-    return max(peaks) - before
 
 
 def digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
@@ -258,15 +216,6 @@ class Found:
         """Elements of the model as Megatron has it, padding included."""
         jobs = jobs_in_order_of_use(self.shape)
         return sum(prod(job.rule.megatron_size(self.shape)) for job in jobs)
-
-
-def largest_numel(shape: ModelShape) -> int:
-    """Of the largest layer, or what lies before or after all layers."""
-    by_part: dict[tuple, int] = {}
-    for job in jobs_in_order_of_use(shape):
-        numel = prod(job.rule.megatron_size(shape))
-        by_part[job.part] = by_part.get(job.part, 0) + numel
-    return max(by_part.values())
 
 
 @pytest.fixture(scope="module")
@@ -310,26 +259,6 @@ def test_each_byte_is_sent_once_to_each_receiver_that_lacks_it(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_stream_takes_the_memory_of_two_units_at_most(name, found):
-    it = found[name]
-    two_units = 2 * largest_numel(it.shape) * (2 if "--bf16" in it.case.flags else 4)
-    for counted in it.ranks:
-        if counted.extra_nbytes is None:
-            pytest.skip("no compiler")
-        print(f"{counted.extra_nbytes} of {two_units} bytes")
-        assert counted.extra_nbytes <= two_units
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_unit_is_gathered_once_where_a_receiver_needs_it_and_nowhere_else(name, found):
-    it = found[name]
-    for counted in it.ranks:
-        assert len(set(counted.gathered)) == len(counted.gathered)
-    if name == "llama, tied, data parallel, to ranks 0 and 1":
-        assert [bool(counted.gathered) for counted in it.ranks] == [True, True, False, False]
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_a_model_is_saved_in_the_very_files_of_an_export(name, found):
     exported, saved = found[name].exported, found[name].saved
     assert sorted(file.name for file in saved.iterdir()) == sorted(
@@ -369,13 +298,10 @@ CHANGING: dict[str, tuple[Case, float]] = {
 class Changes:
     """By number of steps since the mark: names whose bits differ after the delta was applied; and
     bytes of the delta and of all tensors.
-
-    extra_units: the most memory that taking the delta needs, in units of the model's largest.
     """
 
     wrong: dict[int, list[str]] = field(default_factory=dict)
     nbytes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    extra_units: float | None = None
 
 
 def train_and_apply(cases: dict[str, tuple[Case, float]]) -> dict[str, Changes]:
@@ -416,14 +342,7 @@ def _train_and_apply(case: Case, learning_rate: float) -> Changes:
         num_begun += 1
 
     def inspect(*_: Any) -> None:
-        from megatron.training import get_args
-
         compare(_STEPS)
-        args: Any = get_args()
-        extra = most_beyond(stream_changes(model, "start", receivers=case.receivers))
-        if extra is not None:
-            unit_nbytes = largest_numel(read_arguments(args)) * case.itemsize
-            found.extra_units = extra / unit_nbytes
         forget_mark(model, "start")
 
     listening = megatron_runs.listening(
@@ -448,8 +367,6 @@ def test_what_changed_turns_the_weights_of_the_mark_into_those_of_now_bit_for_bi
     case, learning_rate = CHANGING[name]
     for rank, found in enumerate(changes[name]):
         assert found.wrong == {1: [], _STEPS: []}
-        print(f"memory of {found.extra_units} units")
-        assert found.extra_units is None or found.extra_units <= 3
         for steps, (nbytes, dense) in found.nbytes.items():
             print(f"{name}, {steps} steps: {nbytes} of {dense} bytes")
             assert (dense > 0) == (nbytes > 0) == (rank in case.wanted)

@@ -3,8 +3,6 @@
 """--optimizer-cpu-offload changes no bit of a Megatron run, of what it saves, or of a run that goes
 on from there."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.mcore.test_parity import FP16_OVERFLOW
-from tests.mcore.test_sleep import INTERLEAVED, Run
+from tests.mcore.test_sleep import INTERLEAVED
 from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 
@@ -96,36 +94,3 @@ def test_losses_norms_and_all_that_is_held_are_those_of_a_run_without_it(name: s
         nums = [num for num, _ in found]
         assert none == 0 < nums[0] <= nums[1]
         assert [seen for _, seen in found] == [expected] * 2
-
-
-def save_and_resume(argv: list[str], folder: str) -> list[bool]:
-    """Saved with it, asleep or awake, and gone on from with it and without."""
-    from megatron.training.checkpointing import save_checkpoint
-
-    def save(step: int, chunks: Any, optimizer: Any, scheduler: Any) -> None:
-        if step in (2, 3):
-            if step == 3:
-                optimizer.sleep(2)
-            save_checkpoint(step - 1, chunks, optimizer, scheduler, 0)
-            if step == 3:
-                optimizer.wake()
-
-    def steps(begin: Callable[..., None], *more: str) -> Any:
-        return Run(begin).steps([*argv, "--ckpt-format", "torch_dist", *more])
-
-    def nothing(*_: Any) -> None:
-        return
-
-    whole, offload = steps(nothing), (*OFFLOAD, "0.6")
-    same = [steps(save, *offload, "--save", folder, "--save-interval", "100") == whole]
-    for step in ("1", "2"):
-        for flags in (offload, ()):
-            resumed = steps(nothing, *flags, "--load", folder, "--ckpt-step", step)
-            same.append(resumed == whole[int(step) :])
-    return same
-
-
-@pytest.mark.slow  # tests/at_rest/test_host_states.py has it in small
-def test_a_checkpoint_of_such_a_run_goes_on_bit_for_bit_with_it_and_without(tmp_path: Path):
-    argv = gpt_args("--train-iters", "4", "--bf16", *size_flags((1, 2, 2)))
-    assert on_ranks(save_and_resume, 2, argv, str(tmp_path)) == [[True] * 5] * 2

@@ -6,7 +6,6 @@ that is taken away.
 """
 
 from dataclasses import replace
-from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -17,19 +16,10 @@ from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import ScheduleConfig
-from tests.support.engine import EngineTrainer, build_toy, cut_sizes, nested_sizes
-from tests.support.recording_device import RecordingDevice, RecordingHost
-from tests.support.scheduler_program import (
-    WORLD_SIZE,
-    Program,
-    Step,
-    UnitShape,
-    delayed_driver,
-    execute,
-    recorded_groups,
-)
+from tests.support.engine import cut_sizes, nested_sizes
+from tests.support.recording_device import RecordingHost
+from tests.support.scheduler_program import WORLD_SIZE, Program, Step, UnitShape, execute
 from tests.support.selection import slow_unless
-from tests.support.toy_models import toy_batch, toy_loss
 
 DRAWN = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 few_and_many = pytest.mark.parametrize("num_programs", [12, slow_unless(False, 200)])
@@ -167,48 +157,6 @@ def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(nu
             assert over_group[0] == over_group[1]
 
     holds()
-
-
-# ---- the engine around a model: hooks and autograd instead of a program
-
-
-def train_recorded(config: ScheduleConfig, sizes, dtype, **toy) -> RecordingDevice:
-    """Three steps of different length, each with an evaluation, of a toy model."""
-    device = RecordingDevice()
-    with device.recording():
-        model = build_toy(dtype, **toy)
-        driver = delayed_driver(device, config, seed=0)
-        groups = recorded_groups(sizes, rank=5)
-        trainer = EngineTrainer(model, sizes, schedule=config, driver=driver, groups=groups)
-        for step, micro_batches in enumerate((2, 3, 1)):
-            trainer.local_step(step, micro_batches)
-            with torch.no_grad():
-                toy_loss(model, toy_batch(step, 0, 1))
-        trainer.runtime.close()
-        driver.close()
-    return device
-
-
-EVERY = list(product(((2, 4, 8), (4, 1, 4), (8, 2, 8)), ((torch.float32, 2), (torch.bfloat16, 1))))
-BOTH = {"is_tied": True, "recompute": True}
-
-
-@pytest.mark.parametrize(
-    ("toy", "cases"),
-    [
-        (BOTH, EVERY[::3]),
-        *(
-            slow_unless(False, one, EVERY)
-            for one in (BOTH, {}, {"is_tied": True}, {"recompute": True})
-        ),
-    ],
-)
-def test_a_model_that_autograd_trains_never_reads_memory_that_is_rewritten(toy, cases):
-    for sizes, (dtype, depth) in cases:
-        config = ScheduleConfig("main-thread", depth, grad_slot_nbytes=4096 * depth)
-        device = train_recorded(config, sizes, dtype, **toy)
-        assert len(device.collectives) > 50
-        assert device.races == []
 
 
 # ---- the detector sees faults

@@ -8,6 +8,7 @@ its group takes empty ones.
 import random
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -150,20 +151,17 @@ def test_groups_with_different_numbers_of_micro_batches_train_as_one_process():
     assert all(run_ranks(compare, 4, (1, 2, 4), "threaded", 2, 1))
 
 
+SIZES_OF_4 = [(2, 2, 4), (1, 2, 4), (2, 1, 2), (1, 1, 4), (1, 1, 1), (1, 1, 2), (4, 4, 4)]
+SIZES_OF_8 = [(2, 4, 8), (1, 1, 8), (4, 2, 8), (2, 2, 2)]
+KINDS = ["threaded", "main-thread", "inline"]
+EVERY = [*product([4], SIZES_OF_4, KINDS), *product([8], SIZES_OF_8, KINDS[:1])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["threaded", "main-thread", "inline"])
-@pytest.mark.parametrize(
-    "sizes", [(2, 2, 4), (1, 2, 4), (2, 1, 2), (1, 1, 4), (1, 1, 1), (1, 1, 2), (4, 4, 4)]
-)
-def test_so_do_40_random_assignments_on_4_ranks(sizes, schedule):
-    num_unequal = run_ranks(compare, 4, sizes, schedule, 10, 3, timeout_s=500.0)
+@pytest.mark.parametrize("ranks, sizes, schedule", EVERY)
+def test_so_do_40_random_assignments(ranks, sizes, schedule):
+    num_unequal = run_ranks(compare, ranks, sizes, schedule, 10, 3, timeout_s=500.0)
     assert all(num_unequal) or max(sizes[:2]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 4, 8), (1, 1, 8), (4, 2, 8), (2, 2, 2)])
-def test_so_do_40_random_assignments_on_8_ranks(sizes):
-    assert all(run_ranks(compare, 8, sizes, "threaded", 10, 5, timeout_s=500.0))
 
 
 # ---- groups without any micro-batch
@@ -177,22 +175,17 @@ def test_a_group_without_a_micro_batch_does_what_the_others_do():
     assert all(run_ranks(compare, 4, (1, 2, 4), "threaded", 1, 31, 0, limit))
 
 
+WITHOUT = [
+    *product(SIZES_OF_4, KINDS, [{"early_update": "on"}, {"early_update": "off"}]),
+    *product([(2, 2, 4), (1, 2, 4), (2, 1, 4), (1, 1, 2)], KINDS[:1], [KEEPS]),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["threaded", "main-thread", "inline"])
-@pytest.mark.parametrize("early_update", ["on", "off"])
-@pytest.mark.parametrize(
-    "sizes", [(2, 2, 4), (1, 2, 4), (2, 1, 2), (1, 1, 4), (1, 1, 1), (1, 1, 2), (4, 4, 4)]
-)
-def test_so_it_does_in_20_random_assignments_of_0_to_8(sizes, early_update, schedule):
-    more = {"early_update": early_update}
+@pytest.mark.parametrize("sizes, schedule, more", WITHOUT)
+def test_so_it_does_in_20_random_assignments_of_0_to_8(sizes, schedule, more):
     num_unequal = run_ranks(compare, 4, sizes, schedule, 5, 8, 0, more, timeout_s=500.0)
     assert all(num_unequal) or max(sizes[:2]) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2, 4), (1, 2, 4), (2, 1, 4), (1, 1, 2)])
-def test_so_it_does_where_parameters_and_gradients_are_kept_for_later_micro_batches(sizes):
-    assert all(run_ranks(compare, 4, sizes, "threaded", 5, 9, 0, KEEPS, timeout_s=500.0))
 
 
 def start_without(rank: int, sizes: Sizes, goes_on: bool) -> tuple[str, float]:
