@@ -3,7 +3,6 @@
 """The census of recipes, on folders of a few."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,41 +64,6 @@ def test_scripts_and_functional_tests_become_command_lines_without_files(tmp_pat
     line = " ".join(script.flags)
     assert "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32" in line
     assert "--lr 1e-3 --bf16 --save 1" in line and "nproc" not in line
-
-
-@pytest.mark.slow
-def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tmp_path):
-    _write_recipes(
-        tmp_path,
-        {
-            "plain": "",
-            "sharded": "  --use-distributed-optimizer: true\n  --log-params-norm: true\n",
-            "dumped": "  --save-dgrads-interval: 10\n",
-            "wrong": "  --tensor-model-parallel-size: 3\n",
-        },
-    )
-    (tmp_path / "train.sh").write_text(_SCRIPT)
-    out = tmp_path / "census.jsonl"
-    command = [sys.executable, "-m", "scripts.train.census", str(tmp_path), "--cases"]
-    command += ["--out", str(out)]
-    run = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=True
-    )
-    lines = run.stdout.splitlines()
-    assert lines[:3] == [
-        "5 training recipes",
-        "3 start with stock Megatron in this pretended world",
-        "2 start with --use-asynchzp",
-    ]
-    assert "refused by --use-asynchzp: 1" in lines and "    1  --save-dgrads-interval" in lines
-    assert "refused by Megatron: 2" in lines
-    assert sum(line.startswith(f"{tmp_path}/dumped") for line in lines) == 1
-    machine, *cases = map(json.loads, out.read_text().splitlines())
-    assert "scripts.train.census" in machine["command"] and len(cases) == 5
-    by = {case["case"].split("/")[1]: case["ours"] and case["ours"]["by"] for case in cases}
-    assert set(by) == {"plain", "sharded", "dumped", "wrong", "train.sh"}
-    assert by["plain"] is None and by["dumped"] == "--save-dgrads-interval"
-    assert list(by.values()).count("--save") == 1  # its value has no folder
 
 
 def test_recipes_of_a_list_get_a_model_that_their_sizes_divide(tmp_path):

@@ -6,13 +6,11 @@ and each page runs, or says in one line which package is missing."""
 import os
 import re
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from megatron_asynchzp import command
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from tests.support.installs import FOLDER, INSTALLS, TORCH, Install, build_wheel, commands_of
 
@@ -156,16 +154,6 @@ def test_an_install_runs_what_it_promises_and_names_what_the_rest_needs(installe
             assert done.returncode == 2 and re.fullmatch(MISSING, one), (line, one)
 
 
-def test_every_command_helps_or_names_what_it_lacks(installed, tmp_path):
-    for name in command.COMMANDS:
-        done = installed.run(tmp_path, "asynchzp", name, "--help")
-        if done.returncode:
-            (one,) = said(done)
-            assert done.returncode == 2 and re.fullmatch(MISSING, one), (name, one)
-        else:
-            assert "usage" in done.stdout
-
-
 def blocks_of_pages() -> str:
     """What the pages show to be copied into a shell, a command a line."""
     pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -198,15 +186,3 @@ def test_each_command_of_a_page_runs_or_ends_in_one_line(installed, tmp_path):
             continue
         assert done.returncode in (0, 2), (line, done.stderr[-2000:])
         assert done.returncode == 0 or len(said(done)) == 1, (line, done.stderr)
-
-
-@with_extra("quickstart")
-def test_each_module_that_a_page_starts_can_be_imported(installed, tmp_path):
-    """Which is what a missing package would prevent."""
-    found = re.findall(r"python -m ((?:scripts|megatron_asynchzp)\.[\w.]+)", blocks_of_pages())
-    # A result may have been made by a script of an earlier version.
-    names = {name for name in found if find_spec(name) is not None}
-    assert len(names) >= 10
-    code = "import sys, importlib; [importlib.import_module(name) for name in sys.argv[1:]]"
-    done = installed.run(tmp_path, "python", "-c", code, *sorted(names), PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr[-2000:]

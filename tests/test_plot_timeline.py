@@ -117,18 +117,6 @@ def test_a_panel_shows_rows_units_micro_batches_and_what_was_exposed(tmp_path):
     assert bars(axes, COLOURS[WAIT]) == [(280, 10)]
 
 
-def test_a_unit_that_waits_is_not_drawn_as_computing(tmp_path):
-    """Of the 50 ms of a module, 20 in the middle are a wait."""
-    spans = [
-        Span(CAPTURE, "step", 0.0, 0.2),
-        Span(COMPUTE, "forward root", 0.1, 0.15),
-        Span(WAIT, "gather root", 0.11, 0.13),
-    ]
-    (axes,) = make_figure([read_trace(write(tmp_path / "t.json", spans))]).axes
-    assert bars(axes, COLOURS["forward"]) == [(100, 10), (130, 20)]
-    assert "root" in texts(axes)
-
-
 def test_every_lane_that_moves_bytes_has_a_row_a_colour_and_a_meaning(tmp_path):
     moving = [lane for lane in timeline.LANES if lane != "order"]
     spans = [*step_spans(), *(Span(lane, "u", 0.0, 0.1) for lane in moving)]
@@ -173,19 +161,3 @@ def test_a_picture_is_written_or_one_line_has_the_remedy(tmp_path, capsys):
         assert plot_timeline.main([trace, "--output", str(output)]) == 2
         printed = capsys.readouterr().err
         assert printed.count("\n") == 1 and remedy in printed
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_every_part_of_a_unit_is_named_and_shades_are_explained_where_there_are_any(
-    micro_batches, tmp_path
-):
-    spans = step_spans(micro_batches)
-    # The first layer waits in the middle for a unit within it, and computes on both sides.
-    spans = [span for span in spans if span.name != f"forward {LAYERS[0]}"]
-    for begin in (0.1, 0.19)[:micro_batches]:
-        spans.append(Span(COMPUTE, f"forward {LAYERS[0]}", begin, begin + 0.01))
-        spans.append(Span(COMPUTE, f"forward {LAYERS[0]}.down", begin + 0.0045, begin + 0.005))
-    figure = make_figure([read_trace(write(tmp_path / "t.json", spans))])
-    names = [text.get_text() for text in figure.axes[0].texts]
-    assert names.count("0") >= 3 * micro_batches  # forward twice, backward once
-    assert ("lighter" in figure.get_supxlabel()) == (micro_batches > 1)

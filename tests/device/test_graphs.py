@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from tests.device.programs import device_of_rank, new_adamw, new_toy
 from tests.device.test_watch import new, now, on_side
+from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_loss
 
 Body = Callable[[], object]
@@ -180,47 +182,16 @@ def test_a_collective_in_a_graph_is_that_of_each_replay(worlds: DeviceWorlds):
 # ---- what CUDA refuses in a capture
 
 
-def wait_for_a_value() -> None:
-    value = new()
-    captured(lambda: value.sum().item())
-
-
-def wait_for_the_stream() -> None:
-    captured(lambda: torch.cuda.current_stream().synchronize())
-
-
-def wait_for_the_device() -> None:
-    captured(torch.cuda.synchronize)
-
-
-def ask_the_stream() -> None:
-    captured(lambda: torch.cuda.current_stream().query())
-
-
-def wait_for_an_event_within() -> None:
-    captured(lambda: now().synchronize())
-
-
 def ask_for_an_event_afterwards() -> None:
     events: list[torch.cuda.Event] = []
     captured(lambda: events.append(now()))
     events[0].query()
 
 
-def wait_for_an_event_of_before() -> None:
-    before = now()
-    captured(lambda: torch.cuda.current_stream().wait_event(before))
-
-
 def wait_for_an_event_of_an_ended_capture() -> None:
     events: list[torch.cuda.Event] = []
     captured(lambda: events.append(now()))
     torch.cuda.current_stream().wait_event(events[0])
-
-
-def leave_a_stream_unjoined() -> None:
-    value = new()
-    captured(lambda: on_side(value.clone, now()))
 
 
 def join_too_early() -> None:
@@ -235,64 +206,91 @@ def join_too_early() -> None:
     captured(body)
 
 
-def capture_the_default_stream() -> None:
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
+def capturing(body: Callable[[Any], object], make: Callable[[], object] = new) -> Body:
+    """body: captured, of what was made before."""
+
+    def run() -> None:
+        made = make()
+        captured(lambda: body(made))
+
+    return run
 
 
-def capture_within_a_capture() -> None:
-    captured(lambda: torch.cuda.CUDAGraph().capture_begin())
-
-
-def launch_within_a_capture() -> None:
+def graph_of_its_own() -> torch.cuda.CUDAGraph:
     value = new()
-    inner = captured(lambda: value.add_(1))
-    captured(inner.replay)
+    return captured(lambda: value.add_(1))
 
 
-def copy_to_pageable_memory() -> None:
-    value = new()
-    captured(lambda: value.cpu())
+def drawn_from(own: torch.Generator) -> torch.Tensor:
+    return torch.rand(3, device=own.device, generator=own)
 
 
-def draw_numbers_of_an_unregistered_generator() -> None:
-    device = device_of_rank()
-    own = torch.Generator(device)
-    captured(lambda: torch.rand(3, device=device, generator=own))
+_HOST = "a wait of the host for it is not allowed"
+NOT_ALLOWED: dict[str, tuple[Body, str]] = {
+    "a wait for a value": (capturing(lambda value: value.sum().item()), _HOST),
+    "a stream that is not joined": (
+        capturing(lambda value: on_side(value.clone, now())),
+        "a stream that it forked is not joined",
+    ),
+    "a wait for the stream": (
+        capturing(lambda _: torch.cuda.current_stream().synchronize()),
+        _HOST,
+    ),
+    "a wait for the device": (
+        capturing(lambda _: torch.cuda.synchronize()),
+        "cudaDeviceSynchronize is not allowed",
+    ),
+    "a question to the stream": (
+        capturing(lambda _: torch.cuda.current_stream().query()),
+        "cudaStreamQuery of it is not allowed",
+    ),
+    "a wait for an event within": (
+        capturing(lambda _: now().synchronize()),
+        "the host asks for an event of a capture",
+    ),
+    "a question for an event afterwards": (
+        ask_for_an_event_afterwards,
+        "the host asks for an event of a capture",
+    ),
+    "an event of before": (
+        capturing(lambda before: torch.cuda.current_stream().wait_event(before), now),
+        "a wait for an event from outside of the capture",
+    ),
+    "an event of an ended capture": (
+        wait_for_an_event_of_an_ended_capture,
+        "an event of a capture that has ended",
+    ),
+    "a join that comes too early": (join_too_early, "a stream that it forked is not joined"),
+    "the default stream": (
+        lambda: torch.cuda.CUDAGraph().capture_begin(),
+        "CUDA graphs must be captured on a non-default stream",
+    ),
+    "a capture within": (
+        capturing(lambda _: torch.cuda.CUDAGraph().capture_begin()),
+        "another capture is not allowed",
+    ),
+    "a launch within": (
+        capturing(lambda inner: inner.replay(), graph_of_its_own),
+        "the launch of a graph is not allowed",
+    ),
+    "a copy to pageable memory": (capturing(lambda value: value.cpu()), _HOST),
+    "numbers of an unregistered generator": (
+        capturing(drawn_from, lambda: torch.Generator(device_of_rank())),
+        "generator is not registered",
+    ),
+}
 
 
-NOT_ALLOWED: list[tuple[Body, str]] = [
-    (wait_for_a_value, "a wait of the host for it is not allowed"),
-    (wait_for_the_stream, "a wait of the host for it is not allowed"),
-    (wait_for_the_device, "cudaDeviceSynchronize is not allowed"),
-    (ask_the_stream, "cudaStreamQuery of it is not allowed"),
-    (wait_for_an_event_within, "the host asks for an event of a capture"),
-    (ask_for_an_event_afterwards, "the host asks for an event of a capture"),
-    (wait_for_an_event_of_before, "a wait for an event from outside of the capture"),
-    (wait_for_an_event_of_an_ended_capture, "an event of a capture that has ended"),
-    (leave_a_stream_unjoined, "a stream that it forked is not joined"),
-    (join_too_early, "a stream that it forked is not joined"),
-    (capture_the_default_stream, "CUDA graphs must be captured on a non-default stream"),
-    (capture_within_a_capture, "another capture is not allowed"),
-    (launch_within_a_capture, "the launch of a graph is not allowed"),
-    (copy_to_pageable_memory, "a wait of the host for it is not allowed"),
-    (draw_numbers_of_an_unregistered_generator, "generator is not registered"),
-]
-
-
-_FAST = (wait_for_a_value, leave_a_stream_unjoined)
+def try_to_capture(what: str) -> None:
+    NOT_ALLOWED[what][0]()
 
 
 @pytest.mark.parametrize(
-    ("body", "line"),
-    [
-        pytest.param(body, line, marks=[] if body in _FAST else pytest.mark.slow)
-        for body, line in NOT_ALLOWED
-    ],
+    "what", [slow_unless(place < 2, what) for place, what in enumerate(NOT_ALLOWED)]
 )
-def test_what_a_capture_does_not_allow_ends_in_one_line(worlds: DeviceWorlds, body, line):
-    with pytest.raises(DeviceFailure, match=re.escape(line)):
-        worlds.run(body, 1, timeout_s=60)
+def test_what_a_capture_does_not_allow_ends_in_one_line(worlds: DeviceWorlds, what: str):
+    with pytest.raises(DeviceFailure, match=re.escape(NOT_ALLOWED[what][1])):
+        worlds.run(try_to_capture, 1, what, timeout_s=60)
 
 
 # ---- the watch looks into graphs

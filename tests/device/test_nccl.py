@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -170,59 +169,6 @@ def test_a_split_makes_a_communicator_of_each_color_and_none_without_one(worlds:
     """ "Ranks which pass the same color value will be part of the same group" (ncclCommSplit)."""
     ranks = worlds.run(split, 4)
     assert ranks == [(0, 0, [0.0] * 3), (0, 2, [4.0] * 3), (0, 1, [2.0] * 3), (1, 2, [4.0] * 3)]
-
-
-def lose_a_rank(how: str) -> list[bool]:
-    """Rank 1 leaves a group. What rank 0 has asked for there waits for rank 2 first. Whether the
-    watchdog reports an error before that, and after."""
-    value, rank = torch.ones(3, device=device_of_rank()), dist.get_rank()
-    group, gate = dist.new_group([0, 1]), dist.new_group([0, 2])
-    for one in (group, gate):
-        dist.all_reduce(value, group=one)
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank == 1:
-        if how == "exit":
-            os._exit(0)
-        dist.distributed_c10d._abort_process_group(group)
-    store: Any = dist.distributed_c10d._get_default_store()
-    if rank == 2:
-        store.wait(["go on"])
-        dist.all_reduce(value, group=gate)
-    if rank > 0:
-        return []
-    dist.all_reduce(value, group=gate)
-    if how == "abort before a message":
-        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, value, 1, group)])
-    else:
-        works = [dist.all_reduce(value, group=group, async_op=True)]
-    assert works  # of which torch must not lose the last reference
-    backend: Any = group._get_backend(value.device)
-
-    def is_reported() -> bool:
-        return backend.get_error().name != "SUCCESS"
-
-    if how != "exit":
-        time.sleep(0.35)  # three looks of the watchdog
-    early, deadline = is_reported(), time.monotonic() + 10
-    store.set("go on", "")
-    while not is_reported() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [early, is_reported()]
-
-
-@pytest.mark.parametrize("how", ["abort before a message", "abort before a collective"])
-def test_torchs_watchdog_reports_a_rank_that_is_gone_once_something_waits_for_it(
-    worlds: DeviceWorlds, how: str
-):
-    """Not before: it may go when it has done its part. Long before the time limit, 90 s."""
-    assert worlds.run(lose_a_rank, 3, how, timeout_s=40) == [[False, True], [], []]
-
-
-def test_torchs_watchdog_reports_a_rank_whose_process_has_ended(worlds: DeviceWorlds):
-    """What torch does about it: it ends the process."""
-    with pytest.raises(DeviceFailure, match="rank 1 of the communicator is gone"):
-        worlds.run(lose_a_rank, 3, "exit", env=AT_ONCE, timeout_s=40)
 
 
 def race() -> str:

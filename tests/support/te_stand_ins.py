@@ -6,9 +6,6 @@ each computes the same as stock torch where `is_stock` is set.
 What they have in common with it, as of its version 2.20:
 
     Linear            one autograd function; saves its input, the weight twice and the bias
-    LayerNormLinear   the same, with the norm inside: saves also its weight, output and statistics,
-                      and keeps the parameter itself in `ctx`
-    GroupedLinear     one function over the weights of all experts
     OpNorm            every norm: an operation of a module; saves its input, and in backward reads
                       the weight from the module as it then is
     OpLinear          a linear layer as such an operation; saves its weight
@@ -128,89 +125,6 @@ class Linear(StandIn):
         return _LinearFunction.apply(self.weight, x, self.bias, self.is_fused)
 
 
-class _LayerNormLinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, norm_weight, norm_bias, weight, bias, is_fused: bool):
-        normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], norm_weight, norm_bias, EPS)
-        ctx.weight_grad = _WeightGrad(weight, is_fused)
-        ctx.save_for_backward(x, weight, weight, bias, norm_weight, norm_bias, normed, mean, rstd)
-        ctx.weight = weight
-        return normed @ weight.t() + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        x, weight, _, _, norm_weight, norm_bias, normed, mean, rstd = ctx.saved_tensors
-        dnormed = grad @ weight
-        wgrad = ctx.weight_grad.deliver(lambda: _flat(grad).t() @ _flat(normed))
-        _empty(normed)
-        dx, dnorm_weight, dnorm_bias = torch.ops.aten.native_layer_norm_backward(
-            dnormed, x, x.shape[-1:], mean, rstd, norm_weight, norm_bias, [True] * 3
-        )
-        _empty(mean, rstd)
-        return dx, dnorm_weight, dnorm_bias, wgrad, _flat(grad).sum(0), None
-
-
-class LayerNormLinear(StandIn):
-    """Layer norm and linear layer in one."""
-
-    def __init__(self, width: int, out: int):
-        super().__init__()
-        self.layer_norm_weight = nn.Parameter(torch.ones(width))
-        self.layer_norm_bias = nn.Parameter(torch.zeros(width))
-        self.weight = nn.Parameter(torch.randn(out, width) * 0.1)
-        self.bias = nn.Parameter(torch.zeros(out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm = self.layer_norm_weight, self.layer_norm_bias
-        if self.is_stock:
-            normed = functional.layer_norm(x, x.shape[-1:], *norm, EPS)
-            return functional.linear(normed, self.weight, self.bias)
-        return _LayerNormLinearFunction.apply(x, *norm, self.weight, self.bias, self.is_fused)
-
-
-class _GroupedLinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, splits: Sequence[int], is_fused: bool, *weights):
-        parts = x.split(splits)
-        ctx.weight_grads = [_WeightGrad(weight, is_fused) for weight in weights]
-        ctx.save_for_backward(*parts, *weights)
-        return torch.cat([part @ weight.t() for part, weight in zip(parts, weights)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        num = len(ctx.weight_grads)
-        parts, weights = ctx.saved_tensors[:num], ctx.saved_tensors[num:]
-        grads = grad.split([len(part) for part in parts])
-        dgrad = torch.cat([part @ weight for part, weight in zip(grads, weights)])
-        wgrads = [
-            place.deliver(lambda part=part, x=x: part.t() @ x)
-            for place, part, x in zip(ctx.weight_grads, grads, parts)
-        ]
-        return dgrad, None, None, *wgrads
-
-
-class GroupedLinear(StandIn):
-    """One linear layer for each of some runs of tokens; the first expert gets none."""
-
-    def __init__(self, width: int, out: int, num_experts: int = 3):
-        super().__init__()
-        for index in range(num_experts):
-            weight = nn.Parameter(torch.randn(out, width) * 0.1)
-            self.register_parameter(f"weight{index}", weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, tokens = list(self.parameters()), _flat(x)
-        share = len(tokens) // (len(weights) - 1)
-        splits = [0, *[share] * (len(weights) - 2)]
-        splits.append(len(tokens) - sum(splits))
-        if self.is_stock:
-            parts = [part @ w.t() for part, w in zip(tokens.split(splits), weights)]
-            out = torch.cat(parts)
-        else:
-            out = _GroupedLinearFunction.apply(tokens, splits, self.is_fused, *weights)
-        return out.view(*x.shape[:-1], -1)
-
-
 # ---- layers that are operations: backward asks the module
 
 
@@ -288,15 +202,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.up = LayerNormLinear(width, 2 * width + 1)
-        self.down = Linear(2 * width + 1, width)
-        self.norm = OpNorm(width)
-        self.experts = GroupedLinear(width, 2 * width)
-        self.back = OpLinear(2 * width, width)
+        self.up = Linear(width, 2 * width + 1)
+        self.norm = OpNorm(2 * width + 1)
+        self.back = OpLinear(2 * width + 1, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(functional.gelu(self.up(x)))
-        return x + self.back(functional.gelu(self.experts(self.norm(x))))
+        return x + self.back(functional.gelu(self.norm(self.up(x))))
 
 
 class FusedOutput(StandIn):
