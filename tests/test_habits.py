@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -135,31 +136,44 @@ def test_an_average_of_the_parameters_evaluates_as_in_one_process():
     run_ranks(check_average, 4)
 
 
-def check_compiled(all_sizes: Sequence[Sequence[int]]) -> None:
-    def compile_before(model):
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        return sharded_toy(sizes, model)
-
-    def compile_after(model):
-        sharded = sharded_toy(sizes, model)
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        return sharded
-
+def check_compiled(all_sizes: Sequence[Sizes], is_whole: bool) -> None:
+    """The units or the model, before or after they are sharded."""
     expected = train_plainly(build_toy(), one)
-    for sizes in all_sizes:
-        for compile_it in (compile_before, compile_after):
-            with compile_it(build_toy()) as sharded:
-                assert train(sharded, one) == expected, (sizes, compile_it)
+    for sizes, is_before in product(all_sizes, (True, False)):
+        model = build_toy()
+        whole = torch.compile(model, backend="aot_eager") if is_whole else model
+        if is_before and not is_whole:
+            compile_blocks(model)
+        handed = whole if is_before else model
+        with shard(handed, model.blocks, ShardSizes(*sizes), new_adamw) as sharded:
+            if not is_before and not is_whole:
+                compile_blocks(model)
+
+            def losses(_, step, rank, whole=whole):
+                return one(whole, step, rank)
+
+            assert train(sharded, losses) == expected, (sizes, is_before)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
 
 
 @pytest.mark.parametrize(
-    "world_size, all_sizes", [(2, SIZES[:1]), slow_unless(False, 4, SIZES_OF_4)]
+    "world_size, all_sizes, is_whole",
+    [
+        (2, SIZES[:1], False),
+        slow_unless(False, 4, SIZES_OF_4, False),
+        slow_unless(False, 2, SIZES, True),
+    ],
 )
-@pytest.mark.habit("`torch.compile` of units, before or after `shard`")
-def test_compiled_units_train_as_in_one_process(world_size, all_sizes):
-    run_ranks(check_compiled, world_size, all_sizes)
+@pytest.mark.habit(
+    "`torch.compile` of units, before or after `shard`",
+    "`torch.compile` of the model, before or after `shard`",
+)
+def test_what_is_compiled_trains_as_in_one_process(world_size, all_sizes, is_whole):
+    run_ranks(check_compiled, world_size, all_sizes, is_whole)
 
 
 def check_defaults() -> None:

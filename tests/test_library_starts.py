@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Where the values of a sharded model come from, and what it tells of its steps: a model on the
-meta device, values of one rank, main parameters that are more exact than the model, meshes."""
+meta device, main parameters that are more exact than the model, meshes."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -162,33 +161,6 @@ def check_refused_meta() -> None:
         shard(placed, placed.layers, ShardSizes(2, 2, 2), new_adamw)
 
 
-def check_values_of_one_rank(all_sizes) -> None:
-    whole = plain()
-    train_plainly(whole, 1)
-    expected_values = {name: value.clone() for name, value in whole.state_dict().items()}
-    expected = train_plainly(whole, 1)  # with a new optimizer
-    for sizes in all_sizes:
-        torch.manual_seed(8)
-        model = on_meta()
-        with shard(model, model.layers, ShardSizes(*sizes), new_adamw, device="cpu") as sharded:
-            last = dist.get_world_size() - 1
-            is_source = dist.get_rank() == last
-            sharded.load_full_params(expected_values if is_source else None, source=last)
-            found = {name: value.clone() for name, value in sharded.full_params()}
-            assert all(torch.equal(found[name], expected_values[name]) for name in found), sizes
-            # Statistics are those of the rank that has seen all batches.
-            assert train(sharded, 1) == expected, sizes
-            for values, text in (
-                (None, "the source rank has no values"),
-                ({}, "embedding.weight is not among the values"),
-                (expected_values | {"head.weight": torch.zeros(2)}, r"has shape"),
-            ):
-                if values is not None and "head.weight" in values:
-                    values = values | {"embedding.weight": torch.zeros(2)}
-                with pytest.raises(ConfigurationError, match=text):
-                    sharded.load_full_params(values)
-
-
 def without_buffers() -> nn.Sequential:
     torch.manual_seed(3)
     layers = [nn.Linear(16, 16) for _ in range(3)]
@@ -259,23 +231,20 @@ def check_reports(folder: Path) -> None:
 
 def check_two(folder: Path) -> None:
     check_refused_meta()
-    check_values_of_one_rank(SIZES)
     check_exact_main_params(SIZES)
     check_reports(folder)
 
 
 @pytest.mark.habit(
-    "a whole state dict that one rank has",
     "bf16 computation of a model in fp32",
     "tensor parallelism by DTensor parameters",
     "what communication costs, and a trace",
 )
-def test_values_come_from_one_rank_main_parameters_stay_exact_and_steps_are_reported(tmp_path):
+def test_main_parameters_stay_exact_and_steps_are_reported(tmp_path):
     run_ranks(check_two, 2, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.habit("a `DeviceMesh` of one or two dimensions as `sizes`")
-def test_meshes_and_values_of_one_rank_on_four_ranks():
-    run_ranks(partial(check_values_of_one_rank, SIZES_OF_4), 4)
+def test_meshes_become_sizes_on_four_ranks():
     run_ranks(check_meshes, 4)

@@ -160,8 +160,9 @@ def check_values(all_sizes: list[tuple[int, int, int]]) -> None:
     for sizes in all_sizes:
         model = Holding()
         with shard(model, model.layers, ShardSizes(*sizes), torch.optim.AdamW) as sharded:
-            is_source = dist.get_rank() == 0
-            sharded.load_full_params(values if is_source else None)
+            source = dist.get_world_size() - 1
+            is_source = dist.get_rank() == source
+            sharded.load_full_params(values if is_source else None, source=source)
             found = dict(model.named_buffers())
             found |= {name: value.clone() for name, value in sharded.full_params()}
             for name, value in values.items():
@@ -169,8 +170,10 @@ def check_values(all_sizes: list[tuple[int, int, int]]) -> None:
                     assert found[name].dtype == value.dtype, name
                     assert torch.equal(found[name], value), name
             alone = {name: value for name, value in values.items() if name != "layers.0.weight"}
-            sharded.load_full_params(alone if is_source else None)
+            sharded.load_full_params(alone if is_source else None, source=source)
             for change, text in (
+                (None, "the source rank has no values"),
+                ({"exact": torch.zeros(2)}, "has shape"),
                 ({"extra": torch.zeros(1)}, "extra is not a parameter or persistent buffer"),
                 ({"passing": torch.zeros(2)}, "passing is a buffer with persistent=False"),
                 ({"head.weight": torch.zeros(4, 4)}, "layers.0.weight and head.weight are one"),
@@ -182,13 +185,15 @@ def check_values(all_sizes: list[tuple[int, int, int]]) -> None:
                 ({"layer._extra_state": torch.zeros(1)}, "call set_extra_state"),
             ):
                 with pytest.raises(ConfigurationError, match=text):
-                    sharded.load_full_params(values | change if is_source else None)
+                    given = values | change if is_source and change is not None else None
+                    sharded.load_full_params(given, source=source)
             lacking = {name: value for name, value in values.items() if name != "mask"}
             with pytest.raises(ConfigurationError, match="mask is not among the values"):
-                sharded.load_full_params(lacking if is_source else None)
+                sharded.load_full_params(lacking if is_source else None, source=source)
 
 
 @pytest.mark.habit(
+    "a whole state dict that one rank has",
     "whole values of fp64, integers, bool or complex from one rank",
     "whole values with foreign, missing or tied names",
 )

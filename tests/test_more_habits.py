@@ -1105,26 +1105,6 @@ def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of
     run_ranks(check_right, 4, SIZES_OF_4, rows)
 
 
-def check_compiled_model() -> None:
-    for sizes in SIZES:
-        for is_before in (True, False):
-            model = build_toy()
-            compiled = torch.compile(model, backend="aot_eager")
-            whole = compiled if is_before else model
-            with shard(whole, model.blocks, ShardSizes(*sizes), new_adamw) as sharded:
-
-                def losses(_, step, rank, compiled=compiled):
-                    yield toy_loss(compiled, toy_batch(step, 0, rank))
-
-                assert train(sharded, losses) == train_plainly(build_toy(), one)
-
-
-@pytest.mark.slow
-@pytest.mark.habit("`torch.compile` of the model, before or after `shard`")
-def test_a_compiled_model_trains_as_in_one_process():
-    run_ranks(check_compiled_model, 2)
-
-
 # ---- accelerate and transformers
 
 

@@ -448,12 +448,6 @@ def test_a_state_that_is_not_there_yet_is_asked_for_saved_and_resumed_as_such(
     run_ranks(check_states, num_ranks, tmp_path, all_sizes, early, late, timeout_s=300.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_that_holds_for_every_optimizer_with_all_sizes(sizes):
-    run_ranks(asked_too_early, 4, [sizes], list(OPTIMIZERS), timeout_s=300.0)
-
-
 # ---- modules that a step does not use
 
 

@@ -26,7 +26,7 @@ _LONG_S = 600  # no test takes that long, nor does it wait for the stall to end
 def _run(folder: Path, slow: str, limit_s: float, flags: str = "") -> list[Ended]:
     place = folder / "checkpoints"
     line = f"{_LINE} --save {place} --load {place} {flags}"
-    return Launch(folder, _SCRIPT, line, 2, {"SLOW": slow, "SAVE_LIMIT_S": str(limit_s)}).end()
+    return Launch(folder, _SCRIPT, line, 2, {"SLOW": slow, "LIMIT_S": str(limit_s)}).end()
 
 
 @pytest.mark.slow

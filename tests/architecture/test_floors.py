@@ -10,6 +10,8 @@ from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_asynchzp"
 TESTBED = ROOT / "scripts" / "testbed"
@@ -189,16 +191,35 @@ def test_threads_devices_and_kernels_are_named_in_one_place_each_below_the_adapt
                 assert is_home or word not in path.read_text(), f"{path}: {word}"
 
 
-def test_importing_the_package_loads_neither_megatron_nor_triton_nor_torch_nor_transformers():
-    code = (
-        "import sys, megatron_asynchzp, megatron_asynchzp.hf; "
-        "heavy = ('megatron', 'triton', 'torch', 'transformers', 'safetensors'); "
-        "print([m for m in heavy if m in sys.modules])"
-    )
+VENDORS = ("megatron", "triton", "torch_npu", "flash_attn", "transformer_engine", "matplotlib")
+ATTENTION = "from megatron_asynchzp.attention import pasa, delegate, vendors, npu, inspect, capture"
+
+
+@pytest.mark.parametrize(
+    ("first", "imports", "heavy"),
+    [
+        (
+            "sys",
+            "import megatron_asynchzp, megatron_asynchzp.hf",
+            ("megatron", "triton", "torch", "transformers", "safetensors"),
+        ),
+        ("torch", ATTENTION, VENDORS),
+    ],
+)
+def test_importing_the_package_or_attention_loads_nothing_heavy(first, imports, heavy):
+    code = f"import sys, {first}; before = set(sys.modules); {imports}; "
+    code += f"print([m for m in {heavy} if m in set(sys.modules) - before])"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "[]"
+
+
+def test_the_engine_and_the_planner_do_not_import_attention():
+    for path, part in sources():
+        if part in ("sharding", "comm", "zero", "planner"):
+            modules = imported_modules(path)
+            assert not any(one.startswith("megatron_asynchzp.attention") for one in modules), path
 
 
 # ---- the test-bed and scripts

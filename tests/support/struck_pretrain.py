@@ -3,13 +3,13 @@
 """legacy_pretrain.py that is struck from within, and notes what happens.
 
 $INTERRUPT is `WHAT RANK PLACE COUNT`, or the name of a file of such lines, of which the restarts by
-torchrun take one each: which signal which rank (or `all`) sends to itself, or which of the ACTS it
-does, at which of the PLACES and when it has been there how often; for the place `time`, how many
+torchrun take one each: which signal which rank (or `all`) sends to itself, or `raise` for an error,
+at which of the PLACES and when it has been there how often; for the place `time`, how many
 milliseconds after training began. `forward+write 5+1` strikes at both.
 $STEP_S: a step takes at least so many seconds. $SLOW is `RANK SECONDS FILE`: on which rank the
 fsync takes how much longer, of each file whose path has FILE in it. $LATE: all ranks destroy their
-groups at the end, and this rank does so two seconds late. $LIMIT_S, $SAVE_LIMIT_S: the time limit
-of a collective, or from the first save on, which on the command line is in whole minutes.
+groups at the end, and this rank does so two seconds late. $LIMIT_S: the time limit of a collective
+from the first save on, which on the command line is in whole minutes.
 
 What happens is noted in $JOURNAL/RESTART.RANK.PROCESS, a line each that is there even after
 SIGKILL: `began TIME ITERATION RANKS`, `step TIME ITERATION LOSS` (all its bits), `saving TIME
@@ -21,7 +21,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
@@ -47,32 +46,6 @@ class OddError(Exception):
     """Something that neither Megatron nor the plugin knows."""
 
 
-def fail(model: Any) -> None:
-    raise OddError("not ours")
-
-
-def flip_a_bit(model: Any) -> None:
-    """Of what the optimizer owns."""
-    import torch
-
-    from megatron_asynchzp.mcore.communication import Communication
-
-    communication = Communication.current()
-    assert communication is not None
-    communication.runtimes[0].units[0].main_param.storage.view(torch.int32)[0] ^= 1
-
-
-def skip_a_layer(model: Any) -> None:
-    """The first one is not called any more."""
-    from megatron.core.utils import get_attr_wrapped_model
-
-    decoder = get_attr_wrapped_model(model, "decoder")
-    decoder.layers = decoder.layers[1:]
-
-
-ACTS = {"raise": fail, "flip": flip_a_bit, "skip": skip_a_layer}
-
-
 class Plan:
     """What this rank is to do to itself."""
 
@@ -91,22 +64,21 @@ class Plan:
     def awaits(self, place: str) -> bool:
         return self.is_mine and place in self._left
 
-    def visit(self, place: str, model: Any = None) -> None:
-        """The process is at `place`, where it may be about to call `model`."""
+    def visit(self, place: str) -> None:
+        """The process is at `place`."""
         if not self.awaits(place) or os.getpid() != _PID:
             return
         with self._lock:
             self._left[place] -= 1
             is_time = self._left[place] == 0
         if is_time:
-            self._strike(place, model)
+            self._strike(place)
 
-    def _strike(self, place: str, model: Any = None) -> None:
+    def _strike(self, place: str) -> None:
         note("struck", place)
-        if self._kind in ACTS:
-            ACTS[self._kind](model)
-        else:
-            os.kill(_PID, signal.Signals[self._kind])
+        if self._kind == "raise":
+            raise OddError("not ours")
+        os.kill(_PID, signal.Signals[self._kind])
 
     def start_clock(self) -> None:
         if self.awaits("time"):
@@ -220,20 +192,6 @@ def slow_down(seconds: float, file: str) -> None:
 
 
 def shorten_limit(limit_s: float) -> None:
-    """As if --distributed-timeout-minutes took fractions, for the engine and its groups."""
-    from megatron_asynchzp.mcore.settings import Settings
-
-    resolve = Settings.of
-
-    def shortened(args: Any, group_size: int) -> Settings:
-        found = resolve(args, group_size)
-        schedule = replace(found.schedule, time_limit_s=limit_s)
-        return replace(found, schedule=schedule, timeout=timedelta(seconds=limit_s))
-
-    Settings.of = shortened
-
-
-def shorten_limit_of_saves(limit_s: float) -> None:
     """Not before the first save: the ranks start seconds apart on a busy machine."""
     from megatron.training import training
     from torch.distributed import distributed_c10d
@@ -258,17 +216,12 @@ if __name__ == "__main__":
     prepare()
     if "LIMIT_S" in os.environ:
         shorten_limit(float(os.environ["LIMIT_S"]))
-    if "SAVE_LIMIT_S" in os.environ:
-        shorten_limit_of_saves(float(os.environ["SAVE_LIMIT_S"]))
     import torch.distributed as dist
 
     from tests.support import legacy_pretrain
 
-    def forward_step(data_iterator: Any, model: Any) -> tuple:
-        PLAN.visit("forward", model)
-        return legacy_pretrain.forward_step(data_iterator, model)
-
-    legacy_pretrain.train(forward_step)
+    _before(legacy_pretrain, "forward_step", "forward")
+    legacy_pretrain.train(legacy_pretrain.forward_step)
     if late := os.environ.get("LATE"):
         time.sleep(2.0 if late == _RANK else 0.0)
         dist.destroy_process_group()
