@@ -38,6 +38,11 @@ class AttentionCall:
     def device(self) -> torch.device:
         return self.q_BHSD.device
 
+    @property
+    def used_BT(self) -> torch.Tensor | None:
+        """Keys that some query attends, None for all."""
+        return self.mask.used_keys_BT(self.device) if self.mask.has_unused_keys else None
+
 
 class Vendor(Protocol):
     """An attention of others that shifted keys are handed to."""

@@ -12,7 +12,7 @@ from torch import nn
 
 
 @contextmanager
-def capturing(model: nn.Module, attribute: str = "core_attention") -> Iterator[dict]:
+def capturing(model: nn.Module) -> Iterator[dict]:
     """Keep q and k of the last forward of every module that is a `core_attention` of another.
 
     Such a module is called with q, k, v of shape [s, b, heads, channels]. Yields a dictionary,
@@ -31,10 +31,9 @@ def capturing(model: nn.Module, attribute: str = "core_attention") -> Iterator[d
 
         return hook
 
-    owners = (m for m in model.modules() if isinstance(getattr(m, attribute, None), nn.Module))
     hooks = [
-        getattr(owner, attribute).register_forward_pre_hook(keep(layer), prepend=True)
-        for layer, owner in enumerate(owners)
+        core.register_forward_pre_hook(keep(layer), prepend=True)
+        for layer, (_, core) in enumerate(_cores(model))
     ]
     try:
         yield seen
@@ -47,7 +46,6 @@ def capture_when(
     model: nn.Module,
     is_due: Callable[[], bool],
     finish: Callable[[dict[str, dict[str, torch.Tensor]]], None],
-    attribute: str = "core_attention",
 ) -> int:
     """While `is_due()`, keep q and k of the first forward of every core attention, under the name
     of its owner in `model`; hand them to `finish` as soon as all have run, and remove the hooks.
@@ -69,11 +67,16 @@ def capture_when(
 
         return hook
 
-    for name, owner in model.named_modules():
-        inner = getattr(owner, attribute, None)
-        if isinstance(inner, nn.Module):
-            hooks.append(inner.register_forward_pre_hook(keep(name), prepend=True))
+    for name, core in _cores(model):
+        hooks.append(core.register_forward_pre_hook(keep(name), prepend=True))
     return len(hooks)
+
+
+def _cores(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each core attention with the name of its owner."""
+    for name, owner in model.named_modules():
+        if isinstance(core := getattr(owner, "core_attention", None), nn.Module):
+            yield name, core
 
 
 def _queries_and_keys(arguments: tuple) -> dict[str, torch.Tensor]:

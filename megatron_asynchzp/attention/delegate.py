@@ -7,7 +7,7 @@ Any flash attention computes dQ = sum_j dS_ij k_j from rounded dS, whose sum ove
 and so adds a multiple of the keys' mean to dQ. Keys without a mean leave nothing to multiply.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -40,14 +40,22 @@ def delegate_attention(
             "values are shifted only without dropout: dropped weights do not sum to one"
         )
     chosen = choose_vendor(call, vendor)
-    mask = call.mask
-    used_BT = mask.used_keys_BT(call.device) if mask.has_unused_keys else None
+    used_BT = call.used_BT
     keys = shift_keys(call.k_BGTD, rule=SnapRule.RATIO, used_BT=used_BT).keys_BGTD
-    if not shifts_values:
-        values = call.v_BGTE if used_BT is None else zero_unused(call.v_BGTE, used_BT)
-        return _run_chunks(chosen, replace(call, k_BGTD=keys, v_BGTE=values))
-    shifted = shift_values(call.v_BGTE, used_BT)
-    output = _run_chunks(chosen, replace(call, k_BGTD=keys, v_BGTE=shifted.values_BGTE))
+    call = replace(call, k_BGTD=keys)
+    if shifts_values:
+        return with_shifted_values(call, lambda shifted: _run_chunks(chosen, shifted))
+    values = call.v_BGTE if used_BT is None else zero_unused(call.v_BGTE, used_BT)
+    return _run_chunks(chosen, replace(call, v_BGTE=values))
+
+
+def with_shifted_values(
+    call: AttentionCall, attend: Callable[[AttentionCall], torch.Tensor]
+) -> torch.Tensor:
+    """What `attend` makes of `call`, [B, H, S, E], by way of values without their mean."""
+    shifted = shift_values(call.v_BGTE, call.used_BT)
+    output = attend(replace(call, v_BGTE=shifted.values_BGTE))
+    mask = call.mask
     served_BS = mask.served_queries_BS(call.device) if mask.may_leave_queries_out else None
     return shifted.restore(output, served_BS)
 
@@ -71,21 +79,18 @@ def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
     return torch.cat(outputs, 2)
 
 
-def choose_vendor(
-    call: AttentionCall, name: str = "auto", vendors: Sequence[Vendor] = VENDORS
-) -> Vendor:
+def choose_vendor(call: AttentionCall, name: str = "auto") -> Vendor:
     """The vendor of that name, or by itself: Ascend's on Ascend; flash-attn where torch would need
     a mask in memory or one call per sequence; torch elsewhere."""
     if name != "auto":
-        vendor = next((v for v in vendors if v.name == name), None)
+        vendor = next((v for v in VENDORS if v.name == name), None)
         if vendor is None:
             raise ConfigurationError(f"{name}: no such attention; there are {VENDOR_NAMES}")
         if reason := vendor.reason_against(call):
             raise ConfigurationError(f"{name} cannot compute this attention: {reason}")
         return vendor
-    by_name = {v.name: v for v in vendors}
+    by_name = {v.name: v for v in VENDORS}
     order = ["npu-fusion", "sdpa"]
     if call.mask.packed is not None or call.mask.window is not None:
         order.insert(1, "flash-attn")
-    candidates = [by_name[n] for n in order if n in by_name]
-    return next(v for v in candidates if v.reason_against(call) is None)
+    return next(by_name[n] for n in order if by_name[n].reason_against(call) is None)

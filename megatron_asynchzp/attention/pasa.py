@@ -6,20 +6,18 @@ mode is the reference.
 """
 
 import os
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.delegate import delegate_attention
+from megatron_asynchzp.attention.delegate import delegate_attention, with_shifted_values
 from megatron_asynchzp.attention.heads import AttentionOutput
 from megatron_asynchzp.attention.key_shift import (
     BLOCK_SIZE,
     ShiftedKeys,
     centred_only,
     shift_keys,
-    shift_values,
     zero_unused,
 )
 from megatron_asynchzp.errors import ConfigurationError, require
@@ -49,12 +47,7 @@ def pasa_attention(
         raise ConfigurationError(f"{mode}: no such mode; there are {', '.join(MODES)}")
     if not shifts_values:
         return block_attention(call).output_BHSE
-    mask = call.mask
-    used_BT = mask.used_keys_BT(call.device) if mask.has_unused_keys else None
-    shifted = shift_values(call.v_BGTE, used_BT)
-    served_BS = mask.served_queries_BS(call.device) if mask.may_leave_queries_out else None
-    output = block_attention(replace(call, v_BGTE=shifted.values_BGTE)).output_BHSE
-    return shifted.restore(output, served_BS)
+    return with_shifted_values(call, lambda shifted: block_attention(shifted).output_BHSE)
 
 
 def block_attention(
@@ -154,8 +147,7 @@ def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
 
 
 def _fused_backward(d_output, call: AttentionCall, shifted, output, kept, how: _How):
-    from megatron_asynchzp.attention.triton_backward import SavedForward, fused_backward
+    from megatron_asynchzp.attention.triton_backward import fused_backward
 
     ranges = call.mask.key_ranges(call.device)
-    saved = SavedForward(output, *kept)
-    return fused_backward(d_output, call, shifted, saved, ranges, is_tuned=how.is_tuned)
+    return fused_backward(d_output, call, shifted, output, *kept, ranges, is_tuned=how.is_tuned)

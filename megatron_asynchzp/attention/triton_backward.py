@@ -41,13 +41,6 @@ from megatron_asynchzp.attention.triton_tiles import (
 )
 
 
-class SavedForward(NamedTuple):
-    """Results of fused_forward."""
-
-    output_BHSE: torch.Tensor
-    lse_BHS: torch.Tensor
-
-
 @triton.jit
 def delta_kernel(
     d_output_ptr,
@@ -77,74 +70,6 @@ def delta_kernel(
     delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
     delta_ptr += tl.program_id(1).to(tl.int64) * num_queries
     tl.store(delta_ptr + rows, delta, mask=rows < num_queries)
-
-
-@triton.jit
-def _query_tiles(
-    dk,
-    dv,
-    k,
-    v,
-    shift,
-    q_ptr,
-    d_output_ptr,
-    lse_ptr,
-    delta_ptr,
-    row_first,
-    row_last,
-    begin,
-    inner_begin,
-    inner_end,
-    end,
-    q_row,
-    do_row,
-    scale_log2,
-    channels,
-    value_channels,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    """Adds what the inner queries give, which attend all keys, or (masked) those before and after
-    them, in one loop: a third loop costs registers. Scores are transposed: [keys, queries].
-    """
-    num_before = tl.cdiv(inner_begin - begin, BLOCK_M)
-    num_tiles = tl.cdiv(inner_end - inner_begin, BLOCK_M)
-    if IS_MASKED:
-        num_tiles = num_before + tl.cdiv(end - inner_end, BLOCK_M)
-    for tile in range(num_tiles):
-        first_row, stop_row = inner_begin + tile * BLOCK_M, inner_end
-        if IS_MASKED:
-            is_before = tile < num_before
-            after = inner_end + (tile - num_before) * BLOCK_M
-            first_row = tl.where(is_before, begin + tile * BLOCK_M, after)
-            stop_row = tl.where(is_before, inner_begin, end)
-        rows = first_row + tl.arange(0, BLOCK_M)
-        is_row = rows < stop_row
-        q = load_rows(q_ptr, first_row, q_row, stop_row, channels, BLOCK_M, DIM)
-        d_output = load_rows(
-            d_output_ptr, first_row, do_row, stop_row, value_channels, BLOCK_M, VALUE_DIM
-        )
-        lse = tl.load(lse_ptr + rows, mask=is_row, other=float("inf"))
-        delta = tl.load(delta_ptr + rows, mask=is_row, other=0.0)
-        score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
-        if HAS_SHIFT:
-            # One shift for all queries: a dot product of each, in fp32.
-            lse -= tl.sum(q.to(tl.float32) * shift[None, :], 1) * scale_log2
-        p = tl.exp2(score - lse[None, :])
-        if IS_MASKED:
-            is_attended = (row_first[:, None] <= rows[None, :]) & (
-                rows[None, :] < row_last[:, None]
-            )
-            p = tl.where(is_attended, p, 0.0)
-        dv = tl.dot(p.to(d_output.dtype), d_output, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(d_output), input_precision=PRECISION)
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    return dk, dv
 
 
 @triton.jit
@@ -227,103 +152,47 @@ def backward_kv_kernel(
         q_at = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
         do_at = d_output_ptr + batch.to(tl.int64) * do_batch + head * do_head
         lse_at, delta_at = lse_ptr + flat_head * num_queries, delta_ptr + flat_head * num_queries
+        # The inner queries, which attend all keys; then, masked, those before and after them in one
+        # loop: a third loop costs registers. Scores are transposed: [keys, queries].
         for is_masked in tl.static_range(2):
-            dk, dv = _query_tiles(
-                dk,
-                dv,
-                k,
-                v,
-                shift,
-                q_at,
-                do_at,
-                lse_at,
-                delta_at,
-                row_first,
-                row_last,
-                begin,
-                inner_begin,
-                inner_end,
-                end,
-                q_row,
-                do_row,
-                scale_log2,
-                channels,
-                value_channels,
-                DIM,
-                VALUE_DIM,
-                BLOCK_M,
-                HAS_SHIFT,
-                PRECISION,
-                is_masked == 1,
-            )
+            num_before = tl.cdiv(inner_begin - begin, BLOCK_M)
+            num_tiles = tl.cdiv(inner_end - inner_begin, BLOCK_M)
+            if is_masked:
+                num_tiles = num_before + tl.cdiv(end - inner_end, BLOCK_M)
+            for tile in range(num_tiles):
+                first_row, stop_row = inner_begin + tile * BLOCK_M, inner_end
+                if is_masked:
+                    is_before = tile < num_before
+                    after = inner_end + (tile - num_before) * BLOCK_M
+                    first_row = tl.where(is_before, begin + tile * BLOCK_M, after)
+                    stop_row = tl.where(is_before, inner_begin, end)
+                rows = first_row + tl.arange(0, BLOCK_M)
+                is_row = rows < stop_row
+                q = load_rows(q_at, first_row, q_row, stop_row, channels, BLOCK_M, DIM)
+                d_output = load_rows(
+                    do_at, first_row, do_row, stop_row, value_channels, BLOCK_M, VALUE_DIM
+                )
+                lse = tl.load(lse_at + rows, mask=is_row, other=float("inf"))
+                delta = tl.load(delta_at + rows, mask=is_row, other=0.0)
+                score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
+                if HAS_SHIFT:
+                    # One shift for all queries: a dot product of each, in fp32.
+                    lse -= tl.sum(q.to(tl.float32) * shift[None, :], 1) * scale_log2
+                p = tl.exp2(score - lse[None, :])
+                if is_masked:
+                    is_attended = (row_first[:, None] <= rows[None, :]) & (
+                        rows[None, :] < row_last[:, None]
+                    )
+                    p = tl.where(is_attended, p, 0.0)
+                dv = tl.dot(p.to(d_output.dtype), d_output, dv, input_precision=PRECISION)
+                dp = tl.dot(v, tl.trans(d_output), input_precision=PRECISION)
+                ds = (p * (dp - delta[None, :])).to(q.dtype)
+                dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     flat_output = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + flat_group
     dk_ptr += flat_output * num_keys * DIM
     dv_ptr += flat_output * num_keys * VALUE_DIM
     store_rows(dk_ptr, first_key, num_keys, channels, dk * scale, BLOCK_N, DIM)
     store_rows(dv_ptr, first_key, num_keys, value_channels, dv, BLOCK_N, VALUE_DIM)
-
-
-@triton.jit
-def _key_tiles(
-    dq,
-    r,
-    q,
-    d_output,
-    lse,
-    delta,
-    k_ptr,
-    v_ptr,
-    parts_ptr,
-    shift_ptr,
-    start,
-    stop,
-    begin,
-    end,
-    k_row,
-    v_row,
-    num_keys,
-    scale_log2,
-    channels,
-    value_channels,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr,
-    SHIFT_PARTS: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    """Adds what the keys begin <= j < end give to dQ, with r_J (c_J - mean(K)) of each block; with
-    one global shift only sums r."""
-    for first_key in range(begin, end, BLOCK_N):
-        first_key = tl.multiple_of(first_key, BLOCK_N)
-        keys = first_key + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        shifted_lse = lse
-        if HAS_SHIFT:
-            parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
-            shifted_lse -= score_offsets(q, parts, scale_log2, PRECISION)
-        p = tl.exp2(score - shifted_lse[:, None])
-        if IS_MASKED:
-            is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
-            p = tl.where(is_attended, p, 0.0)
-        v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
-        dp = tl.dot(d_output, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-        r_block = tl.sum(ds.to(tl.float32), 1)
-        if HAS_SHIFT:
-            shift = tl.load(
-                shift_ptr + first_key // SHIFT_BLOCK * DIM + channels,
-                mask=channels < DIM,
-                other=0.0,
-            )
-            dq += r_block[:, None] * shift[None, :]
-        else:
-            r += r_block
-    return dq, r
 
 
 @triton.jit
@@ -370,7 +239,8 @@ def backward_q_kernel(
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ of one tile of queries of one head."""
+    """dQ of one tile of queries of one head: with r_J (c_J - mean(K)) of each block J of keys; with
+    one global shift r is summed, and multiplied at the end."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
     flat_head = tl.program_id(1).to(tl.int64)
@@ -401,37 +271,34 @@ def backward_q_kernel(
     delta = tl.load(delta_ptr + flat_head * num_queries + rows, mask=is_row, other=0.0)
     dq = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
-    for part in tl.static_range(3):  # before, within and after the inner tiles
-        dq, r = _key_tiles(
-            dq,
-            r,
-            q,
-            d_output,
-            lse,
-            delta,
-            k_ptr,
-            v_ptr,
-            parts_ptr,
-            shift_ptr,
-            start,
-            stop,
-            bounds[part],
-            bounds[part + 1],
-            k_row,
-            v_row,
-            num_keys,
-            scale_log2,
-            channels,
-            value_channels,
-            DIM,
-            VALUE_DIM,
-            BLOCK_N,
-            SHIFT_BLOCK,
-            SHIFT_PARTS,
-            HAS_SHIFT,
-            PRECISION,
-            part != 1,
-        )
+    for part in tl.static_range(3):  # before, within and after the inner tiles, which need no mask
+        for first_key in range(bounds[part], bounds[part + 1], BLOCK_N):
+            first_key = tl.multiple_of(first_key, BLOCK_N)
+            keys = first_key + tl.arange(0, BLOCK_N)
+            k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            shifted_lse = lse
+            if HAS_SHIFT:
+                parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+                shifted_lse -= score_offsets(q, parts, scale_log2, PRECISION)
+            p = tl.exp2(score - shifted_lse[:, None])
+            if part != 1:
+                is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
+                p = tl.where(is_attended, p, 0.0)
+            v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
+            dp = tl.dot(d_output, tl.trans(v), input_precision=PRECISION)
+            ds = (p * (dp - delta[:, None])).to(k.dtype)
+            dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+            r_block = tl.sum(ds.to(tl.float32), 1)
+            if HAS_SHIFT:
+                block_shift = tl.load(
+                    shift_ptr + first_key // SHIFT_BLOCK * DIM + channels,
+                    mask=channels < DIM,
+                    other=0.0,
+                )
+                dq += r_block[:, None] * block_shift[None, :]
+            else:
+                r += r_block
     if not HAS_SHIFT:
         shift = tl.load(shift_ptr + channels, mask=channels < DIM, other=0.0)
         dq += r[:, None] * shift[None, :]
@@ -465,17 +332,18 @@ def fused_backward(
     d_output_BHSE: torch.Tensor,
     call: AttentionCall,
     shifted: ShiftedKeys,
-    saved: SavedForward,
+    output_BHSE: torch.Tensor,
+    lse_BHS: torch.Tensor,
     ranges: KeyRanges,
     *,
     is_tuned: bool = False,
 ) -> AttentionGradients:
-    """Gradients of q, k and v for what fused_forward returned."""
+    """Gradients of q, k and v for what fused_forward returned: output_BHSE and lse_BHS."""
     q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
     (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape
     if d_output_BHSE.stride(-1) != 1:
         d_output_BHSE = d_output_BHSE.contiguous()
-    delta = _delta(d_output_BHSE, saved.output_BHSE)
+    delta = _delta(d_output_BHSE, output_BHSE)
     dq, dk, dv = (x.new_full(x.shape, float("nan")) for x in (q, k, v))
     rows_of_keys = ranges.transposed(keys)
     strides = [s for x in (q, k, v, d_output_BHSE) for s in x.stride()[:3]]
@@ -489,7 +357,7 @@ def fused_backward(
     }
     # fmt: on
     scales = [call.scale, call.scale * LOG2_E]
-    inputs = [q, k, v, d_output_BHSE, saved.lse_BHS, delta, shift_parts(shifted)]
+    inputs = [q, k, v, d_output_BHSE, lse_BHS, delta, shift_parts(shifted)]
 
     device = _Device.of(q.device)
     kv_tiles = backward_kv_table(device.capability)

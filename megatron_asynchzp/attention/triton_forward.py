@@ -33,59 +33,6 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _tiles(
-    output,
-    total,
-    maximum,
-    q,
-    k_ptr,
-    v_ptr,
-    parts_ptr,
-    start,
-    stop,
-    begin,
-    end,
-    k_row,
-    v_row,
-    num_keys,
-    scale_log2,
-    channels,
-    value_channels,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr,
-    SHIFT_PARTS: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    """Online softmax over the keys begin <= j < end, in steps of BLOCK_N."""
-    for first_key in range(begin, end, BLOCK_N):
-        first_key = tl.multiple_of(first_key, BLOCK_N)
-        keys = first_key + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        if HAS_SHIFT:
-            parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
-            score += score_offsets(q, parts, scale_log2, PRECISION)[:, None]
-        if IS_MASKED:
-            is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
-            score = tl.where(is_attended, score, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        finite = new_maximum
-        if IS_MASKED:  # a row that has attended nothing yet: -inf - (-inf) is NaN
-            finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        p = tl.exp2(score - finite[:, None])
-        keep = tl.exp2(maximum - finite)
-        total = total * keep + tl.sum(p, 1)
-        v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
-        output = tl.dot(p.to(v.dtype), v, output * keep[:, None], input_precision=PRECISION)
-        maximum = new_maximum
-    return output, total, maximum
-
-
-@triton.jit
 def forward_kernel(
     q_ptr,
     k_ptr,
@@ -122,8 +69,9 @@ def forward_kernel(
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of queries of one head. lse is in base 2 and in the frame of the shifted keys, +inf
-    where nothing is attended: exp2(score - lse) is then zero in backward."""
+    """One tile of queries of one head: an online softmax over its keys. lse is in base 2 and in the
+    frame of the shifted keys, +inf where nothing is attended: exp2(score - lse) is then zero in
+    backward."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
     first_row = first_query(BLOCK_M)
@@ -143,34 +91,28 @@ def forward_kernel(
     output = tl.zeros([BLOCK_M, PADDED_VALUE_DIM], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for part in tl.static_range(3):  # before, within and after the inner tiles
-        output, total, maximum = _tiles(
-            output,
-            total,
-            maximum,
-            q,
-            k_ptr,
-            v_ptr,
-            parts_ptr,
-            start,
-            stop,
-            bounds[part],
-            bounds[part + 1],
-            k_row,
-            v_row,
-            num_keys,
-            scale_log2,
-            channels,
-            value_channels,
-            DIM,
-            VALUE_DIM,
-            BLOCK_N,
-            SHIFT_BLOCK,
-            SHIFT_PARTS,
-            HAS_SHIFT,
-            PRECISION,
-            part != 1,
-        )
+    for part in tl.static_range(3):  # before, within and after the inner tiles, which need no mask
+        for first_key in range(bounds[part], bounds[part + 1], BLOCK_N):
+            first_key = tl.multiple_of(first_key, BLOCK_N)
+            keys = first_key + tl.arange(0, BLOCK_N)
+            k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            if HAS_SHIFT:
+                parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+                score += score_offsets(q, parts, scale_log2, PRECISION)[:, None]
+            if part != 1:
+                is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
+                score = tl.where(is_attended, score, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(score, 1))
+            finite = new_maximum
+            if part != 1:  # a row that has attended nothing yet: -inf - (-inf) is NaN
+                finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            p = tl.exp2(score - finite[:, None])
+            keep = tl.exp2(maximum - finite)
+            total = total * keep + tl.sum(p, 1)
+            v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
+            output = tl.dot(p.to(v.dtype), v, output * keep[:, None], input_precision=PRECISION)
+            maximum = new_maximum
     is_empty = total == 0.0
     output = output / tl.where(is_empty, 1.0, total)[:, None]
     lse = tl.where(is_empty, float("inf"), maximum + tl.log2(tl.where(is_empty, 1.0, total)))

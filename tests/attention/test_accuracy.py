@@ -14,10 +14,9 @@ import torch
 from megatron_asynchzp.attention.heads import AttentionGradients
 from megatron_asynchzp.attention.key_shift import ShiftedKeys, centred_only, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR, gemm
-from megatron_asynchzp.attention.reference.block import block_backward, block_forward
+from megatron_asynchzp.attention.reference.block import block_backward, block_forward, gemm
 from scripts.testbed.attention.exact import exact_forward
-from scripts.testbed.attention.paper import paper_forward
+from scripts.testbed.attention.paper import ALL_FP16, FP16_FP32_VECTOR, paper_forward
 from scripts.testbed.attention.paper_data import (
     PAPER_GRID,
     Inputs,

@@ -5,6 +5,7 @@ however much is shifted."""
 
 from functools import cache
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.reference import block
-from megatron_asynchzp.attention.reference.arithmetic import FP64
 from scripts.testbed.attention import paper
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs
 from scripts.testbed.attention.shifting import INITIAL_BETAS, solve_beta
@@ -36,8 +36,10 @@ def oracle(mask_name: str, heads: int, groups: int) -> tuple[Inputs, list[torch.
 
 def by_paper(inputs: Inputs, mask: AttentionMask, beta: float) -> list[torch.Tensor]:
     q, k, v, d_output = inputs
-    forward = paper.paper_forward(q, k, v, mask, SCALE, beta, FP64, BLOCK)
-    gradients = paper.paper_backward(d_output, q, k, v, forward, mask, SCALE, beta, FP64, BLOCK)
+    forward = paper.paper_forward(q, k, v, mask, SCALE, beta, paper.FP64, BLOCK)
+    gradients = paper.paper_backward(
+        d_output, q, k, v, forward, mask, SCALE, beta, paper.FP64, BLOCK
+    )
     return [*forward.result, *gradients]
 
 
@@ -47,18 +49,10 @@ def by_block(
     q, k, v, d_output = inputs
     used = mask.used_keys_BT() if mask.has_unused_keys else None
     shifted = shift_keys(k, None if is_global else BLOCK, beta=beta, rule=rule, used_BT=used)
-    forward = block.block_forward(q, shifted, v, mask, SCALE, tile=BLOCK)
-    gradients = block.block_backward(
-        d_output,
-        q,
-        shifted,
-        v,
-        forward.result.output_BHSE,
-        forward.shifted_lse_BHS,
-        mask,
-        SCALE,
-        tile=BLOCK,
-    )
+    with patch.object(block, "BLOCK_SIZE", BLOCK):  # of a global shift
+        forward = block.block_forward(q, shifted, v, mask, SCALE)
+        output, lse = forward.result.output_BHSE, forward.shifted_lse_BHS
+        gradients = block.block_backward(d_output, q, shifted, v, output, lse, mask, SCALE)
     return [*forward.result, *gradients]
 
 

@@ -11,9 +11,13 @@ import torch
 
 from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
-from scripts.testbed.attention.paper import paper_backward, paper_forward
+from scripts.testbed.attention.paper import (
+    ALL_FP16,
+    FP16_FP32_VECTOR,
+    paper_backward,
+    paper_forward,
+)
 from scripts.testbed.attention.paper_data import Inputs, PaperData, normal_inputs, relative_rmse
 from tests.attention.cases import exact, masks, with_garbage
 

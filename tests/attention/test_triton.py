@@ -198,14 +198,13 @@ def _far_apart(inputs: Inputs, row_stride: int) -> Inputs:
 def _attend_far_apart(inputs: Inputs, mask: AttentionMask, row_stride: int) -> list[torch.Tensor]:
     """O, dQ, dK, dV. Calls what autograd calls, which would make its inputs contiguous."""
     from megatron_asynchzp.attention.key_shift import centred_only
-    from megatron_asynchzp.attention.triton_backward import SavedForward, fused_backward
+    from megatron_asynchzp.attention.triton_backward import fused_backward
     from megatron_asynchzp.attention.triton_forward import fused_forward
 
     q, k, v, d_output = _far_apart(inputs, row_stride) if row_stride else inputs
     call, ranges = AttentionCall(q, k, v, mask, SCALE), mask.key_ranges()
-    saved = SavedForward(*fused_forward(call, centred_only(k), ranges))
-    gradients = fused_backward(d_output, call, centred_only(k), saved, ranges)
-    return [saved.output_BHSE, *gradients]
+    output, lse = fused_forward(call, centred_only(k), ranges)
+    return [output, *fused_backward(d_output, call, centred_only(k), output, lse, ranges)]
 
 
 def test_rows_more_than_2_to_31_elements_apart_are_found(interpreted):

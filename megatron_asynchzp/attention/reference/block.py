@@ -17,9 +17,8 @@ from megatron_asynchzp.attention.heads import (
     fold_heads,
     unfold_heads,
 )
-from megatron_asynchzp.attention.key_shift import ShiftedKeys, zero_unused
+from megatron_asynchzp.attention.key_shift import BLOCK_SIZE, ShiftedKeys, zero_unused
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.arithmetic import Precision, gemm, mixed_precision
 
 
 class BlockForward(NamedTuple):
@@ -45,28 +44,22 @@ def block_forward(
     v_BGTE: torch.Tensor,
     mask: AttentionMask,
     scale: float,
-    precision: Precision | None = None,
-    tile: int = 128,
 ) -> BlockForward:
-    """Attention over shifted keys (see shift_keys), with the true LSE.
-
-    precision None: operands in the dtype of q, all else in fp32. tile: keys per step where the
-    shift is global; otherwise a step is a block.
-    """
-    precision = precision or mixed_precision(q_BHSD.dtype)
-    heads, vector = q_BHSD.shape[1], precision.vector
-    q_BGND = fold_heads(q_BHSD, v_BGTE.shape[1]).to(precision.matrix)
+    """Attention over shifted keys (see shift_keys), with the true LSE. Operands of products have
+    the dtype of q, all else is in fp32 (fp64 for fp64)."""
+    heads, vector = q_BHSD.shape[1], _wide(q_BHSD.dtype)
+    q_BGND = fold_heads(q_BHSD, v_BGTE.shape[1])
     maximum = q_BGND.new_full(q_BGND.shape[:-1], -torch.inf, dtype=vector)
     total = torch.zeros_like(maximum)
     output = q_BGND.new_zeros(*q_BGND.shape[:-1], v_BGTE.shape[-1], dtype=vector)
-    for block in _blocks(q_BGND, shifted, v_BGTE, mask, scale, precision, tile):
+    for block in _blocks(q_BGND, shifted, v_BGTE, mask, scale):
         score = block.score_BGNn.masked_fill(~block.allowed_B1Nn, -torch.inf)
         new_maximum = torch.maximum(maximum, score.amax(-1))
         finite = new_maximum.masked_fill(new_maximum.isneginf(), 0)  # nothing attended so far
         p = (score - finite[..., None]).exp()
         keep = (maximum - finite).exp()
         total = total * keep + p.sum(-1)
-        pv = gemm(p.to(precision.matrix), block.v_BGnE, vector)
+        pv = gemm(p.to(q_BHSD.dtype), block.v_BGnE, vector)
         output = output * keep[..., None] + pv
         maximum = new_maximum
     is_empty = total == 0
@@ -91,8 +84,6 @@ def block_backward(
     shifted_lse_BHS: torch.Tensor,
     mask: AttentionMask,
     scale: float,
-    precision: Precision | None = None,
-    tile: int = 128,
 ) -> AttentionGradients:
     """Gradients of q, k and v for what block_forward returned.
 
@@ -105,10 +96,9 @@ def block_backward(
     may be taken off c_J. With the mean of the keys, dQ is the sum of dS (k - mean(K)), to which
     the rounding of dS contributes no multiple of the keys' bias, shifted or not.
     """
-    precision = precision or mixed_precision(q_BHSD.dtype)
-    groups, heads, vector = v_BGTE.shape[1], q_BHSD.shape[1], precision.vector
-    q_BGND = fold_heads(q_BHSD, groups).to(precision.matrix)
-    d_output = fold_heads(d_output_BHSE, groups).to(precision.matrix)
+    groups, heads, dtype = v_BGTE.shape[1], q_BHSD.shape[1], q_BHSD.dtype
+    q_BGND, vector = fold_heads(q_BHSD, groups), _wide(dtype)
+    d_output = fold_heads(d_output_BHSE, groups).to(dtype)
     delta_BGN = (d_output.to(vector) * fold_heads(output_BHSE, groups).to(vector)).sum(-1)
     lse = fold_heads(shifted_lse_BHS, groups)
     lse = lse.masked_fill(lse.isneginf(), 0)[..., None]
@@ -116,16 +106,15 @@ def block_backward(
     dk = torch.zeros_like(shifted.keys_BGTD, dtype=vector)
     dv = torch.zeros_like(v_BGTE, dtype=vector)
     gradient_shift_BGJD = shifted.gradient_shift_BGJD().to(vector)
-    for block in _blocks(q_BGND, shifted, v_BGTE, mask, scale, precision, tile):
+    for block in _blocks(q_BGND, shifted, v_BGTE, mask, scale):
         score = block.score_BGNn.masked_fill(~block.allowed_B1Nn, -torch.inf)
         p = (score - lse).exp()
         dp = gemm(d_output, block.v_BGnE.mT, vector)
-        ds = (p * (dp - delta_BGN[..., None])).to(precision.matrix)
-        dv[:, :, block.keys] = gemm(p.to(precision.matrix).mT, d_output, vector)
+        ds = (p * (dp - delta_BGN[..., None])).to(dtype)
+        dv[:, :, block.keys] = gemm(p.to(dtype).mT, d_output, vector)
         dk[:, :, block.keys] = scale * gemm(ds.mT, q_BGND, vector)
         c_BG1D = gradient_shift_BGJD[:, :, block.keys.start // shifted.block_size, None]
         dq += scale * (gemm(ds, block.k_BGnD, vector) + _r_term(ds.to(vector), c_BG1D))
-    dtype = q_BHSD.dtype
     return AttentionGradients(unfold_heads(dq, heads).to(dtype), dk.to(dtype), dv.to(dtype))
 
 
@@ -134,24 +123,34 @@ def _r_term(ds_BGNn: torch.Tensor, c_BG1D: torch.Tensor) -> torch.Tensor:
     return ds_BGNn.sum(-1, keepdim=True) * c_BG1D
 
 
-def _blocks(q_BGND, shifted: ShiftedKeys, v_BGTE, mask: AttentionMask, scale, precision, tile):
+def _blocks(q_BGND, shifted: ShiftedKeys, v_BGTE, mask: AttentionMask, scale: float):
     """Each block of keys with its scores, unmasked; blocks that no query attends are left out."""
-    vector = precision.vector
+    matrix, vector = q_BGND.dtype, _wide(q_BGND.dtype)
     num_keys, repeats = v_BGTE.shape[2], q_BGND.shape[2] // mask.num_queries
     score_shift_BGJD = shifted.score_shift_BGJD().to(vector)
     allowed_B1NT = mask.allowed_BHST(q_BGND.device).repeat(1, 1, repeats, 1)
     if mask.has_unused_keys:  # what a padded slot holds must not meet P = 0
         v_BGTE = zero_unused(v_BGTE, mask.used_keys_BT(q_BGND.device))
-    step = tile if shifted.is_global else shifted.block_size
+    step = BLOCK_SIZE if shifted.is_global else shifted.block_size
     for start in range(0, num_keys, step):
         keys = slice(start, min(start + step, num_keys))
         allowed = allowed_B1NT[..., keys]
         if not allowed.any():
             continue
-        k_BGnD = shifted.keys_BGTD[:, :, keys].to(precision.matrix)
-        product = gemm(q_BGND, k_BGnD.mT, torch.promote_types(vector, torch.float32))
-        score = (scale * product).to(precision.score).to(vector)
+        k_BGnD = shifted.keys_BGTD[:, :, keys].to(matrix)
+        score = scale * gemm(q_BGND, k_BGnD.mT, vector)
         if not shifted.is_global:
             c_BGD1 = score_shift_BGJD[:, :, start // shifted.block_size, :, None]
             score = score + scale * gemm(q_BGND.to(vector), c_BGD1, vector)
-        yield _Block(keys, k_BGnD, v_BGTE[:, :, keys].to(precision.matrix), score, allowed)
+        yield _Block(keys, k_BGnD, v_BGTE[:, :, keys].to(matrix), score, allowed)
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """a @ b as a matrix unit rounds: summed in fp32 (fp64 for fp64 operands), rounded once to
+    `out_dtype`, the same on every device."""
+    wide = _wide(torch.promote_types(a.dtype, b.dtype))
+    return (a.to(wide) @ b.to(wide)).to(out_dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,6 +17,7 @@ The published (m_j - m_new) + dc may be positive by a rounding, and its exponent
 paper has no backward; the one here is the derivative of S = S' + Inv mu_j in this arithmetic.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,11 +30,30 @@ from megatron_asynchzp.attention.heads import (
 )
 from megatron_asynchzp.attention.key_shift import BLOCK_SIZE, zero_unused
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, Precision, gemm
+from megatron_asynchzp.attention.reference.block import gemm
 from scripts.testbed.attention.shifting import recovery_factor, shifting_matrix
 
 # Where the running maximum starts, and what a masked score is: the paper's, near fp16's lowest.
 LOWEST = -60000.0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one way to compute attention.
+
+    matrix: operands of matrix products (q, k, v, P, dO, dS).
+    score: what QK^T is rounded to.
+    vector: statistics and accumulators.
+    """
+
+    matrix: torch.dtype
+    score: torch.dtype
+    vector: torch.dtype
+
+
+ALL_FP16 = Precision(torch.float16, torch.float16, torch.float16)
+FP16_FP32_VECTOR = Precision(torch.float16, torch.float16, torch.float32)
+FP64 = Precision(torch.float64, torch.float64, torch.float64)
 
 
 class PaperForward(NamedTuple):
