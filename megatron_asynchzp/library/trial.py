@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from math import isclose
 from typing import Any, cast
 
 import torch
@@ -283,5 +284,5 @@ def _is_number_close(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.shape == other.shape and _are_close(value, other)
     if isinstance(value, (int, float)) and isinstance(other, (int, float)):
-        return value == other or abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
+        return isclose(value, other, rel_tol=_TOLERANCE)
     return True

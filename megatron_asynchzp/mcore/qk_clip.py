@@ -4,12 +4,13 @@
 of its head, whichever ranks hold it. Nothing is gathered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -20,34 +21,45 @@ _Clip = Callable[[torch.Tensor], torch.Tensor]
 """Scales the rows of a whole weight, by what its attention has in qk_clip_balancing_eta."""
 
 
+def refuse_unknown_attention(chunks: Sequence[nn.Module]) -> None:
+    """Raise ConfigurationError, before training, for an attention that does not say which rows a
+    clip scales. chunks: all model chunks of this rank."""
+    for attention in _attentions(chunks):
+        _weights_of(attention)
+
+
+def _attentions(chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the attention of each decoder layer that Megatron would clip."""
+    for chunk in chunks:
+        model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        for layer in model.decoder.layers:
+            if hasattr(attention := getattr(layer, "self_attention", None), "clip_qk"):
+                yield attention
+
+
 @torch.no_grad()
 def clip_scores(
-    modules: Sequence[nn.Module], runtimes: Sequence[HZPRuntime], log_max_only: bool
+    chunks: Sequence[nn.Module], runtimes: Sequence[HZPRuntime], log_max_only: bool
 ) -> float:
     """Between two steps. Return the largest score of this rank's heads since the last call, on any
     of the ranks with the same heads; unless `log_max_only`, scale the rows that made those over
     the threshold, in the main parameters and as they compute. Collective over the world.
 
-    modules, runtimes: of each model chunk.
+    chunks, runtimes: all of this rank.
 
     Source: megatron.core.optimizer.qk_clip, and `clip_qk` of its attention modules.
     """
     largest, group = 0.0, parallel_state.get_data_parallel_group(with_context_parallel=True)
     clipped: list[tuple[nn.Parameter, _Clip, Any, torch.Tensor]] = []
-    for module in modules:
-        layers: Any = module.decoder.layers  # pyright: ignore[reportAttributeAccessIssue]
-        for layer in layers:
-            attention: Any = getattr(layer, "self_attention", None)
-            if not hasattr(attention, "clip_qk"):
-                continue
-            core = attention.core_attention
-            scores, core.current_max_attn_logits = core.current_max_attn_logits, None
-            if scores is None:
-                continue
-            dist.all_reduce(scores, dist.ReduceOp.MAX, group)
-            largest = max(largest, (highest := scores.max()).item())
-            if not log_max_only and highest > attention.config.qk_clip_threshold:
-                clipped += [(*one, attention, scores) for one in _weights_of(attention)]
+    for attention in _attentions(chunks):
+        core = attention.core_attention
+        scores, core.current_max_attn_logits = core.current_max_attn_logits, None
+        if scores is None:
+            continue
+        dist.all_reduce(scores, dist.ReduceOp.MAX, group)
+        largest = max(largest, (highest := scores.max()).item())
+        if not log_max_only and highest > attention.config.qk_clip_threshold:
+            clipped += [(*one, attention, scores) for one in _weights_of(attention)]
     if not log_max_only:
         _scale_rows(clipped, runtimes)
     return largest

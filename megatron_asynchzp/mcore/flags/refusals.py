@@ -23,7 +23,7 @@ class Refusal:
     """
 
     example: str
-    is_asked: Callable[[Namespace], bool]
+    is_asked: Callable[[Namespace], Any]
     condition: str = ""
     reason: str = ""
     remedy: str = ""
@@ -107,56 +107,19 @@ def argument_of(example: str) -> str:
     return example.split()[0].removeprefix("--").replace("-", "_")
 
 
-def _other_dtype_than_fp32(
-    example: str, is_asked: Callable[[Namespace], Any] = lambda args: True
-) -> Refusal:
-    """Refused with another dtype, where `is_asked` is true."""
-    # A word before Megatron's validation, a torch.dtype after it.
-    name = argument_of(example)
-    fp32 = ("fp32", "torch.float32")
-
-    def is_refused(args: Namespace) -> bool:
-        return str(getattr(args, name)) not in fp32 and bool(is_asked(args))
-
-    return Refusal(example, is_refused, "other than fp32")
+def _is_fp32(dtype: object) -> bool:
+    """dtype: a word before Megatron's validation, a torch.dtype after it."""
+    return str(dtype) in ("fp32", "torch.float32")
 
 
-def _fp8(example: str, is_asked: Callable[[Namespace], bool], condition: str) -> Refusal:
-    """Refused with the first flag of `example`, of FP8 or FP4, where `is_asked` is true."""
-    name = argument_of(example).removesuffix("_format")
-    return Refusal(example, lambda args: bool(getattr(args, name) and is_asked(args)), condition)
-
-
-def _graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
-    """Refused beside captured layers where `is_asked` is true."""
-
-    def is_beside(args: Namespace) -> bool:
-        return captures_layers(args) and bool(is_asked(args))
-
-    return Refusal(f"{_CAPTURING} {example}", is_beside, condition)
-
-
-def _own_graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
-    """Refused beside layers that Megatron captures by itself where `is_asked` is true."""
-
-    def is_beside(args: Namespace) -> bool:
-        return args.cuda_graph_impl == "local" and bool(is_asked(args))
-
-    return Refusal(f"--cuda-graph-impl local {example}", is_beside, condition)
+def _has_own_graphs(args: Namespace) -> bool:
+    """Whether Megatron captures layers by itself."""
+    return args.cuda_graph_impl == "local"
 
 
 def _offloads(args: Namespace) -> bool:
     """Whether optimizer states are on the host, before and after `take_offload`."""
     return bool(args.optimizer_cpu_offload or getattr(args, "asynchzp_offload", 0))
-
-
-def _offloading(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
-    """Refused beside optimizer states on the host where `is_asked` is true."""
-
-    def is_beside(args: Namespace) -> bool:
-        return _offloads(args) and bool(is_asked(args))
-
-    return Refusal(f"--optimizer-cpu-offload {example}", is_beside, condition)
 
 
 def captures_layers(args: Namespace) -> bool:
@@ -196,9 +159,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "only graphs of layers work: a whole step in one graph has run with the engine alone",
         "use --cuda-graph-impl transformer_engine or local",
         other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine", "local"),
-        _own_graphs(
-            "--cuda-graph-scope full_iteration",
-            lambda args: "full_iteration" in _named_parts(args),
+        Refusal(
+            "--cuda-graph-impl local --cuda-graph-scope full_iteration",
+            lambda args: _has_own_graphs(args) and "full_iteration" in _named_parts(args),
             "local with --cuda-graph-scope full_iteration",
         ),
         "--enable-cuda-graph",
@@ -209,18 +172,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-asynchzp and without",
         "use --cuda-graph-impl transformer_engine with --cuda-graph-modules attn moe_router "
         "moe_preprocess",
-        _own_graphs(
-            "--num-experts 4",
-            lambda args: args.num_experts and (_named_parts(args) or not _pads_experts(args)),
+        Refusal(
+            "--cuda-graph-impl local --num-experts 4",
+            lambda args: (
+                _has_own_graphs(args)
+                and args.num_experts
+                and (_named_parts(args) or not _pads_experts(args))
+            ),
             "local with experts that are not padded to a capacity, or with parts of layers",
         ),
     ),
     *because(
         "Megatron's own graphs have been tested with layers of Transformer Engine alone",
         "use --transformer-impl transformer_engine",
-        _own_graphs(
-            "--transformer-impl local",
-            lambda args: args.transformer_impl == "local",
+        Refusal(
+            "--cuda-graph-impl local --transformer-impl local",
+            lambda args: _has_own_graphs(args) and args.transformer_impl == "local",
             "local with --transformer-impl local",
         ),
     ),
@@ -228,9 +195,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron's own graphs change scales while they are captured, so that losses are others "
         "than without graphs, with --use-asynchzp and without",
         "use --cuda-graph-impl transformer_engine, or another --fp8-recipe",
-        _own_graphs(
-            "--fp8-format hybrid --fp8-recipe delayed",
-            lambda args: args.fp8 and args.fp8_recipe == "delayed",
+        Refusal(
+            "--cuda-graph-impl local --fp8-format hybrid --fp8-recipe delayed",
+            lambda args: _has_own_graphs(args) and args.fp8 and args.fp8_recipe == "delayed",
             "local with --fp8-recipe delayed",
         ),
     ),
@@ -239,10 +206,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "name --cuda-graph-modules attn moe_router moe_preprocess, or add "
         "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity with "
         "--moe-token-dispatcher-type alltoall",
-        _graphs(
-            "--num-experts 4",
+        Refusal(
+            f"{_CAPTURING} --num-experts 4",
             lambda args: (
-                args.cuda_graph_impl != "local"
+                captures_layers(args)
+                and not _has_own_graphs(args)
                 and args.num_experts
                 and captures(args, "moe")
                 and not _pads_experts(args)
@@ -253,17 +221,23 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "a pipeline's graphs are captured for one number of micro-batches",
         "use one --global-batch-size",
-        _graphs(
-            "--pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
-            lambda args: args.pipeline_model_parallel_size > 1 and args.step_batch_size_schedule,
+        Refusal(
+            f"{_CAPTURING} --pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
+            lambda args: (
+                captures_layers(args)
+                and args.pipeline_model_parallel_size > 1
+                and args.step_batch_size_schedule
+            ),
             "other than none with pipelines and --step-batch-size-schedule",
         ),
     ),
     *because(
         "beside sharded parameters that has not been tested in a captured layer",
         "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
-        _graphs(
-            "--fp16", lambda args: args.fp16 or not args.bf16, "other than none without --bf16"
+        Refusal(
+            f"{_CAPTURING} --fp16",
+            lambda args: captures_layers(args) and (args.fp16 or not args.bf16),
+            "other than none without --bf16",
         ),
     ),
     *because(
@@ -284,15 +258,15 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "layers quantise what is gathered, which has not been tested in fp16",
         "use --bf16",
-        _fp8("--fp8-format hybrid --fp16", lambda args: args.fp16, "with --fp16"),
-        _fp8("--fp4-format e2m1 --fp16", lambda args: args.fp16, "with --fp16"),
+        Refusal("--fp8-format hybrid --fp16", lambda args: args.fp8 and args.fp16, "with --fp16"),
+        Refusal("--fp4-format e2m1 --fp16", lambda args: args.fp4 and args.fp16, "with --fp16"),
     ),
     *because(
         "Megatron's own layers compute in bf16 whatever it says",
         "use --transformer-impl transformer_engine",
-        _fp8(
+        Refusal(
             "--fp8-format hybrid --transformer-impl local",
-            lambda args: args.transformer_impl == "local",
+            lambda args: args.fp8 and args.transformer_impl == "local",
             "with local layers",
         ),
     ),
@@ -318,7 +292,11 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "the states of Muon belong to whole matrices, and are not updated unit by unit",
         "use --optimizer adam or sgd, or drop --optimizer-cpu-offload",
-        _offloading("--optimizer muon", lambda args: "muon" in args.optimizer, "with muon"),
+        Refusal(
+            "--optimizer-cpu-offload --optimizer muon",
+            lambda args: _offloads(args) and "muon" in args.optimizer,
+            "with muon",
+        ),
     ),
     *because(
         "copies run beside updates, for which both ends have to be pinned",
@@ -346,22 +324,27 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "main parameters are kept in fp32",
         _DROP,
-        _other_dtype_than_fp32("--main-params-dtype fp16"),
+        Refusal(
+            "--main-params-dtype fp16",
+            lambda args: not _is_fp32(args.main_params_dtype),
+            "other than fp32",
+        ),
     ),
     *because(
         "gradients of a bf16 model are then added up in bf16, and Adam alone reads them",
         "use --bf16 and --optimizer adam, or drop the flag",
-        replace(
-            _other_dtype_than_fp32(
-                "--main-grads-dtype bf16 --loss-scale 8",
-                lambda args: (
+        Refusal(
+            "--main-grads-dtype bf16 --loss-scale 8",
+            lambda args: (
+                not _is_fp32(args.main_grads_dtype)
+                and (
                     not args.bf16
                     or args.optimizer != "adam"
                     or args.loss_scale
                     or args.accumulate_allreduce_grads_in_fp32
-                ),
+                )
             ),
-            condition="bf16 without --bf16, without Adam, with --loss-scale or "
+            "bf16 without --bf16, without Adam, with --loss-scale or "
             "--accumulate-allreduce-grads-in-fp32",
         ),
     ),
@@ -391,7 +374,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _DROP_BOTH,
         Refusal(
             "--qk-clip --transformer-impl local",
-            lambda args: bool(
+            lambda args: (
                 args.qk_clip
                 and (
                     args.transformer_impl == "local"
@@ -408,7 +391,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --tensor-model-parallel-size 1, or --multi-latent-attention",
         Refusal(
             "--qk-clip --tensor-model-parallel-size 2",
-            lambda args: bool(
+            lambda args: (
                 args.qk_clip
                 and args.tensor_model_parallel_size > 1
                 and not args.multi_latent_attention
@@ -446,7 +429,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "add --disable-bias-linear",
         Refusal(
             "--num-experts 4 --tensor-model-parallel-size 2",
-            lambda args: bool(
+            lambda args: (
                 args.num_experts and args.add_bias_linear and args.tensor_model_parallel_size > 1
             ),
             "with tensor parallelism and biases",

@@ -149,6 +149,10 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     with device_of(next(model_chunks[0].parameters())).on_default_stream():
         chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
         move_to_host([chunk.runtime for chunk in chunks], offload_of(args))
+    if args.qk_clip:
+        from megatron_asynchzp.mcore.qk_clip import refuse_unknown_attention
+
+        refuse_unknown_attention(chunks)
     if args.asynchzp_save_trained_only:
         from megatron_asynchzp.mcore.data_parallel import refuse_all_trained
 
@@ -243,9 +247,11 @@ def _random_numbers_kept() -> Iterator[None]:
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     generators = [default, *(get_all_rng_states() or {}).values()]
     states = [generator.get_state() for generator in generators]
-    yield
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @replaces(

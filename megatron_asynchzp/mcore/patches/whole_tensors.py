@@ -55,12 +55,9 @@ def check_param_hashes(original: Callable, model: Any, cross_check: bool = False
 def clip_qk(original: Callable, model: Any, log_max_only: bool = False) -> float:
     if (communication := Communication.current()) is None:
         return original(model, log_max_only)
-    from megatron.core.utils import get_attr_wrapped_model
-
     from megatron_asynchzp.mcore.qk_clip import clip_scores
 
-    modules = [get_attr_wrapped_model(chunk, "decoder", return_model_obj=True) for chunk in model]
-    return clip_scores(modules, communication.runtimes, log_max_only)
+    return clip_scores(model, communication.runtimes, log_max_only)
 
 
 @replaces(
