@@ -11,12 +11,17 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from megatron_asynchzp.commands.meeting import meet_or_exit
+from megatron_asynchzp.commands.meeting import check_meeting, torchrun_options
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.command_line import check_numbers_of_nodes
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
-from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report, world_size
+from megatron_asynchzp.mcore.process.refusal import (
+    EXIT_USAGE,
+    check_or_exit,
+    refused_in_one_line,
+    world_size,
+)
 
 _SYNOPSIS = (
     "torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]\n"
@@ -39,6 +44,7 @@ def usage() -> str:
     return add_pasa_arguments(add_asynchzp_arguments(parser)).format_help()
 
 
+@refused_in_one_line()
 def main(argv: list[str]) -> None:
     """Run the script argv[0] with the arguments argv[1:], as `python SCRIPT` would."""
     if argv and argv[0] in ("-h", "--help"):
@@ -48,13 +54,12 @@ def main(argv: list[str]) -> None:
         print(usage(), end="", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     script = Path(argv[0])
-    if not script.is_file():
-        report(ConfigurationError(f"{script}: no such script"))
-        sys.exit(EXIT_USAGE)
+    _refuse_missing(script)
     check_or_exit(argv[1:], world_size())
     run_script(script, argv[1:])
 
 
+@refused_in_one_line()
 def start(argv: list[str]) -> None:
     """`asynchzp launch [options of torchrun] SCRIPT [arguments of SCRIPT]`: check the command line
     once, here, by itself and then by Megatron; then become torchrun, whose ranks run `main`. Within
@@ -69,15 +74,13 @@ def start(argv: list[str]) -> None:
         print(usage(), end="")
         return
     options, script, arguments = _parts(argv)
-    if not Path(script).is_file():
-        report(ConfigurationError(f"{script}: no such script"))
-        sys.exit(EXIT_USAGE)
-    known = _torchrun_options(options)
+    _refuse_missing(Path(script))
+    known = torchrun_options(options)
     _refuse_counts(known)
-    ranks = _world_size(options)
+    ranks = _world_size(known)
     check_or_exit(arguments, ranks)
     _prepare_restarts(known)
-    meet_or_exit(options)
+    check_meeting(known)
     if ranks is None and known.nproc_per_node.isdecimal():
         ranks = _most_ranks(known, arguments)
     if ranks is not None:
@@ -86,6 +89,7 @@ def start(argv: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *run, script, *arguments])
 
 
+@refused_in_one_line()
 def dry_run(argv: list[str]) -> None:
     """`asynchzp dry-run [options of torchrun] SCRIPT [arguments of SCRIPT]`: `main` with
     --asynchzp-dry-run for the ranks and nodes that `asynchzp launch` of the same words would have.
@@ -94,14 +98,20 @@ def dry_run(argv: list[str]) -> None:
         print(usage(), end="")
         return
     options, script, arguments = _parts(argv)
-    _refuse_counts(_torchrun_options(options))
-    ranks = _world_size(options) if options else None
+    known = torchrun_options(options)
+    _refuse_counts(known)
+    ranks = _world_size(known) if options else None
     check_or_exit(arguments, ranks)
-    per_node = _torchrun_options(options).nproc_per_node
-    if options and per_node.isdecimal():
-        os.environ["LOCAL_WORLD_SIZE"] = per_node  # as torchrun would set it in the ranks
+    if options and known.nproc_per_node.isdecimal():
+        # As torchrun would set it in the ranks.
+        os.environ["LOCAL_WORLD_SIZE"] = known.nproc_per_node
     # First, so that a number of ranks among the arguments comes later and counts.
     main([script, "--asynchzp-dry-run", str(ranks or 0), *arguments])
+
+
+def _refuse_missing(script: Path) -> None:
+    if not script.is_file():
+        raise ConfigurationError(f"{script}: no such script")
 
 
 def _parts(argv: list[str]) -> tuple[list[str], str, list[str]]:
@@ -113,49 +123,33 @@ def _parts(argv: list[str]) -> tuple[list[str], str, list[str]]:
     return argv[:at], argv[at], argv[at + 1 :]
 
 
-def _world_size(options: list[str]) -> int | None:
+def _world_size(known: Namespace) -> int | None:
     """Ranks that torchrun would start; None where only torchrun knows (auto, a range of nodes)."""
-    known = _torchrun_options(options)
     counts = (known.nnodes, known.nproc_per_node)
     return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
 
 
 def _most_ranks(known: Namespace, arguments: list[str]) -> int:
-    """Ranks on the most nodes of a range. Ends the process with one line where another number of
-    nodes cannot have this batch, or these sizes."""
+    """Ranks on the most nodes of a range. Raises ConfigurationError, one line, where another number
+    of nodes cannot have this batch, or these sizes."""
     fewest, most = map(int, known.nnodes.split(":"))
     per_node = int(known.nproc_per_node)
-    try:
-        check_numbers_of_nodes(arguments, range(fewest, most + 1), per_node)
-    except ConfigurationError as error:
-        report(error)
-        sys.exit(EXIT_USAGE)
+    check_numbers_of_nodes(arguments, range(fewest, most + 1), per_node)
     return most * per_node
 
 
-def _torchrun_options(options: list[str]) -> Namespace:
-    """Parse the options that are read here, as words."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nnodes", default="1")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
-    parser.add_argument("--max-restarts", "--max_restarts", default="0")
-    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="static")
-    parser.add_argument("--standalone", action="store_true")
-    return parser.parse_known_args(options)[0]
-
-
 def _refuse_counts(options: Namespace) -> None:
-    """End the process with one line for numbers of ranks or nodes that torchrun cannot read."""
+    """Raise ConfigurationError for numbers of ranks or nodes that torchrun cannot read."""
     per_node, nodes = options.nproc_per_node, options.nnodes
-    line = None
     if per_node not in _COUNTED_BY_TORCHRUN and not _is_count(per_node):
         others = ", ".join(_COUNTED_BY_TORCHRUN)
-        line = f"--nproc-per-node {per_node}: give a number of ranks above 0, or one of {others}"
-    elif not _is_count_or_range(nodes):
-        line = f"--nnodes {nodes}: give a number of nodes above 0, or a range MIN:MAX"
-    if line is not None:
-        report(ConfigurationError(line))
-        sys.exit(EXIT_USAGE)
+        raise ConfigurationError(
+            f"--nproc-per-node {per_node}: give a number of ranks above 0, or one of {others}"
+        )
+    if not _is_count_or_range(nodes):
+        raise ConfigurationError(
+            f"--nnodes {nodes}: give a number of nodes above 0, or a range MIN:MAX"
+        )
 
 
 _COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
@@ -192,7 +186,8 @@ _EXIT_INTERRUPTED = 130  # a shell's status for SIGINT
 
 
 def _prepare_restarts(options: Namespace) -> None:
-    """Let restarted ranks meet. Ends the process where torchrun would restart one node's alone."""
+    """Let restarted ranks meet. Raises ConfigurationError where torchrun would restart one node's
+    alone."""
     ends = [int(end) for end in options.nnodes.split(":")]
     fewest, most = ends[0], ends[-1]
     may_restart, may_change = options.max_restarts != "0", fewest < most
@@ -202,14 +197,11 @@ def _prepare_restarts(options: Namespace) -> None:
         flag = f"--nnodes {options.nnodes}"
         if may_restart:
             flag = f"--max-restarts {options.max_restarts}"
-        report(
-            ConfigurationError(
-                f"{flag}: with a static rendezvous (--master-addr, --master-port) the other nodes "
-                "never hear of a restart, and wait; give --rdzv-backend c10d --rdzv-endpoint "
-                "HOST:PORT instead"
-            )
+        raise ConfigurationError(
+            f"{flag}: with a static rendezvous (--master-addr, --master-port) the other nodes "
+            "never hear of a restart, and wait; give --rdzv-backend c10d --rdzv-endpoint "
+            "HOST:PORT instead"
         )
-        sys.exit(EXIT_USAGE)
     if may_change and not may_restart:
         line = f"--nnodes {options.nnodes} without --max-restarts: a lost node ends the run"
         print(f"megatron_asynchzp: {line}", flush=True)
@@ -217,6 +209,7 @@ def _prepare_restarts(options: Namespace) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
+@refused_in_one_line()
 def run_script(script: Path, arguments: list[str]) -> None:
     """Patch Megatron, then run `script` as __main__; ends with one line on an error of ours. With
     --asynchzp-dry-run nothing is started."""
@@ -229,16 +222,14 @@ def run_script(script: Path, arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if (missing := MissingPackage.of(error, script.name)) is None:
             raise
-        report(missing)
-        sys.exit(EXIT_USAGE)
+        raise missing from error
     try:
         if (asked := command.asked_of(arguments)) is not None:
             sys.exit(command.dry_run(script, arguments, asked))
         startup.prepare_process(arguments)
         runpy.run_path(str(script), run_name="__main__")
-    except ending.OWN_ERRORS as error:
-        report(error)
-        sys.exit(EXIT_USAGE)
+    except ConfigurationError:
+        raise  # a line for the user; anything else keeps its traceback
     except (Exception, KeyboardInterrupt) as error:
         ending.end_training(error)
         raise

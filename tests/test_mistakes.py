@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Megatron's own check takes seconds; tests/commands/test_validation.py has it.
     let_megatron_say(monkeypatch, Checked())
     # Names and ports are this machine's; tests/commands/test_meeting.py has them.
-    monkeypatch.setattr(launch, "meet_or_exit", lambda _: None)
+    monkeypatch.setattr(launch, "check_meeting", lambda _: None)
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -240,7 +240,7 @@ def test_a_mistake_ends_in_one_line_and_not_with_0(folder, monkeypatch, capfd, m
 
 
 def test_ranks_that_cannot_meet_end_in_one_line_before_torchrun(folder, monkeypatch, capfd):
-    monkeypatch.setattr(launch, "meet_or_exit", meeting.meet_or_exit)
+    monkeypatch.setattr(launch, "check_meeting", meeting.check_meeting)
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
     with pytest.raises(SystemExit) as ended:
         command.main(f"launch --nnodes 2 --master-addr no.such.invalid {SCRIPT}".split())

@@ -5,37 +5,31 @@ own time limits, with a traceback on every node."""
 
 import errno
 import socket
-import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, report
 
 _PORT = 29400  # of a rendezvous that names none
 _ANSWERS_WITHIN_S = 5.0  # a call from this machine to itself
 
 
-def meet_or_exit(options: Sequence[str]) -> None:
-    """End the process with one line where `check_meeting` refuses."""
-    try:
-        check_meeting(options)
-    except ConfigurationError as error:
-        report(error)
-        sys.exit(EXIT_USAGE)
-
-
-def check_meeting(options: Sequence[str]) -> None:
-    """Raise ConfigurationError, one line, for a name that nobody knows, a port that is no number or
-    is in use, an address at which the first node is not found, and devices to count that are not
-    there. options: torchrun's."""
+def torchrun_options(options: Sequence[str]) -> Namespace:
+    """Those of torchrun's options that are read here and by the launcher, as words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, default in (("master-addr", "127.0.0.1"), ("master-port", "29500"),
-                          ("node-rank", "0"), ("rdzv-backend", "static"), ("rdzv-endpoint", ""),
-                          ("nproc-per-node", "1")):  # fmt: skip
+    for name, default in (("nnodes", "1"), ("nproc-per-node", "1"), ("max-restarts", "0"),
+                          ("node-rank", "0"), ("master-addr", "127.0.0.1"),
+                          ("master-port", "29500"), ("rdzv-backend", "static"),
+                          ("rdzv-endpoint", "")):  # fmt: skip
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default=default)
     parser.add_argument("--standalone", action="store_true")
-    known, _ = parser.parse_known_args(list(options))
+    return parser.parse_known_args(list(options))[0]
+
+
+def check_meeting(known: Namespace) -> None:
+    """Raise ConfigurationError, one line, for a name that nobody knows, a port that is no number or
+    is in use, an address at which the first node is not found, and devices to count that are not
+    there. known: see torchrun_options."""
     _count_devices(known.nproc_per_node)
     if known.standalone:
         return

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_asynchzp.commands import deepspeed, plan_table
-from megatron_asynchzp.commands.exit_status import exit_status
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import command_line
+from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
@@ -59,8 +59,9 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return asked, command or [asked.file]
 
 
-def run(argv: Sequence[str]) -> int:
-    """Judge and print. Raises ConfigurationError, one line, for what is no training command."""
+@refused_in_one_line()
+def main(argv: list[str]) -> int:
+    """Judge and print; return the exit status. Ends the process for what is no training command."""
     asked, words = parse_args(argv)
     cluster = load_cluster(asked.cluster) if asked.cluster else None
     if words[0].endswith(".json"):
@@ -137,10 +138,6 @@ def _groups(found: "Verdict") -> Iterator[str]:
     for title, lines in groups.items():
         if lines:
             yield "".join((f"{title}:\n", *(f"  {line}\n" for line in lines)))
-
-
-def main(argv: list[str]) -> int:
-    return exit_status(run, argv)
 
 
 if __name__ == "__main__":

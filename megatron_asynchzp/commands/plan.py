@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.commands import plan_table
-from megatron_asynchzp.commands.exit_status import exit_status
 from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster
@@ -102,8 +102,9 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
     return planned.setting_of(args), args
 
 
-def run(argv: Sequence[str]) -> int:
-    """Plan and print. Raises ConfigurationError, one line, for what cannot be planned."""
+@refused_in_one_line()
+def main(argv: list[str]) -> int:
+    """Plan and print; return the exit status. Ends the process for what cannot be planned."""
     asked, command = parse_args(argv)
     if asked.picture is not None:
         require("matplotlib", "--picture")
@@ -175,10 +176,6 @@ def _progress() -> Iterator[Progress]:
             bars.update(tasks[what], completed=done)
 
         yield show
-
-
-def main(argv: list[str]) -> int:
-    return exit_status(run, argv)
 
 
 if __name__ == "__main__":

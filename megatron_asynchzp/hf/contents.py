@@ -5,15 +5,18 @@ the refusal of models that have others. A checkpoint's export and the stream of 
 share it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.config import write_config
 from megatron_asynchzp.hf.mapping import LAYERS, OTHER_KEYS, TensorRule, rules_of
-from megatron_asynchzp.hf.safetensors_folder import TensorInfo
+from megatron_asynchzp.hf.output_folder import complete_or_absent
+from megatron_asynchzp.hf.safetensors_folder import TensorInfo, write_folder
 from megatron_asynchzp.hf.shape import ModelShape, describe_difference
 
 _FIRST = "embedding."
@@ -49,15 +52,23 @@ def jobs_in_order_of_use(shape: ModelShape) -> list[Job]:
     return sorted(jobs, key=lambda job: job.part)
 
 
-def infos_of(
-    shape: ModelShape, dtype_of: Callable[[TensorRule], torch.dtype]
-) -> dict[str, TensorInfo]:
-    """Size and dtype of every tensor in transformers, in order of use."""
-    return {
+def write_model(
+    output: Path,
+    shape: ModelShape,
+    dtype_of: Callable[[TensorRule], torch.dtype],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_nbytes: int,
+) -> None:
+    """Write a directory of Hugging Face, whole or not at all. tensors: all, in order of use;
+    dtype_of: each rule's in it; otherwise as write_folder."""
+    infos = {
         name: TensorInfo(size, dtype_of(job.rule))
         for job in jobs_in_order_of_use(shape)
         for name, size in zip(job.names, job.rule.hf_sizes(shape), strict=True)
     }
+    with complete_or_absent(output) as folder:
+        write_config(shape, folder, dtype_of(rules_of(shape)[0]))
+        write_folder(folder, infos, tensors, max_file_nbytes)
 
 
 def match_keys(

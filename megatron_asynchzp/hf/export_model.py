@@ -10,13 +10,12 @@ from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.hf.adapters import MergingReader, alpha_of
-from megatron_asynchzp.hf.config import write_config
-from megatron_asynchzp.hf.contents import infos_of, jobs_in_order_of_use, match_keys
-from megatron_asynchzp.hf.mapping import TensorRule, rules_of
+from megatron_asynchzp.hf.contents import jobs_in_order_of_use, match_keys, write_model
+from megatron_asynchzp.hf.mapping import TensorRule
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
-from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
+from megatron_asynchzp.hf.output_folder import refuse_occupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
-from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES, write_folder
+from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES
 from megatron_asynchzp.hf.shape import ModelShape
 from megatron_asynchzp.hf.torch_dist import find_checkpoint, read_arguments_of
 
@@ -67,10 +66,7 @@ def export_model(
             whole = reader.read(keys[job.rule.key], job.place)
             yield from job.convert(whole.to(target_dtype(job.rule)), shape)
 
-    infos = infos_of(shape, target_dtype)
-    with complete_or_absent(output) as folder:
-        write_config(shape, folder, target_dtype(rules_of(shape)[0]))
-        write_folder(folder, infos, tensors(), max_file_nbytes)
+    write_model(output, shape, target_dtype, tensors(), max_file_nbytes)
     return shape
 
 

@@ -2,20 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the way from a running Megatron model to a Hugging Face directory, without a checkpoint."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.config import write_config
-from megatron_asynchzp.hf.contents import infos_of
-from megatron_asynchzp.hf.mapping import rules_of
-from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
-from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES, write_folder
+from megatron_asynchzp.hf.contents import write_model
+from megatron_asynchzp.hf.output_folder import refuse_occupied
+from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES
 from megatron_asynchzp.hf.weight_stream import WeightStream
 
 _WRITER = 0
@@ -49,7 +46,8 @@ def save_hf(
     weights, problem = stream.weights(), None
     if is_writer:
         try:
-            _write(stream, weights, folder, max_file_nbytes)
+            on_host = ((name, tensor.cpu()) for name, tensor in weights)
+            write_model(folder, stream.shape, stream.dtype_of, on_host, max_file_nbytes)
         except (ConfigurationError, OSError, ImportError) as error:
             problem = f"save_hf(): {error}"
     for _ in weights:  # those that only send; or the rest, so that they are not left waiting
@@ -58,13 +56,3 @@ def save_hf(
     dist.broadcast_object_list(told, _WRITER)
     if told[0] is not None:
         raise ConfigurationError(told[0])
-
-
-def _write(
-    stream: WeightStream, weights: Iterator[tuple[str, Tensor]], output: Path, max_file_nbytes: int
-) -> None:
-    infos = infos_of(stream.shape, stream.dtype_of)
-    with complete_or_absent(output) as folder:
-        write_config(stream.shape, folder, stream.dtype_of(rules_of(stream.shape)[0]))
-        on_host = ((name, tensor.cpu()) for name, tensor in weights)
-        write_folder(folder, infos, on_host, max_file_nbytes)

@@ -125,10 +125,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def units(self) -> list[HZPUnit]:
         return self.runtime.units
 
-    def state_nbytes(self) -> dict[str, int]:
-        """Bytes at rest on this rank: 'model_param', 'main_grad', 'main_param'."""
-        return self.runtime.state_nbytes()
-
     # ---- the contract
 
     @override

@@ -23,9 +23,6 @@ from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.process.refusal import report
 from megatron_asynchzp.mcore.replicas import ReplicasDiffer
 
-# Errors whose message is a line for the user; anything else keeps its traceback.
-OWN_ERRORS = ConfigurationError
-
 # Ends of training that need no traceback.
 _LAST_WORDS = (CollectiveFailure, OrderMismatch, ReplicasDiffer, SaveError, KeyboardInterrupt)
 
@@ -96,7 +93,7 @@ def report_own_errors() -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
-        if isinstance(error, OWN_ERRORS):
+        if isinstance(error, ConfigurationError):
             report(error)
         else:
             end_training(error)

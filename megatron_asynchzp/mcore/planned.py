@@ -27,6 +27,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     node_size,
     sharding_ranks_per_node,
 )
+from megatron_asynchzp.mcore.rounded_adam import moments_of
 from megatron_asynchzp.planner.activations import (
     FP4_COPIES_NBYTES,
     FP8_COPIES_NBYTES,
@@ -59,18 +60,15 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 
 _MAMBA_HEADS_OF = 2  # Megatron's expansion: heads x head_dim are twice the hidden size
 _MUONS = ("muon", "dist_muon")
-_NBYTES = {"fp32": 4, "bf16": 2}
 
 # ---- a run as it is
 
 
-def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
+def plan_of(args: Namespace, setting: Setting) -> Plan:
     """Return the plan that the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
 
-    args: validated.
-    setting: theirs, where it is known.
+    args: validated. setting: theirs.
     """
-    setting = setting or setting_of(args)
     return Plan(
         shard_sizes(args),
         setting.parallel,
@@ -115,10 +113,7 @@ def moments_nbytes(args: Namespace) -> MomentBytes:
     """Size the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
     if args.optimizer == "sgd":
         return MomentBytes(FP32_NBYTES if args.sgd_momentum else 0)
-    dtypes: Sequence[Any] | None = getattr(args, "asynchzp_moment_dtypes", None)
-    if dtypes is None:
-        dtypes = args.exp_avg_dtype, args.exp_avg_sq_dtype
-    nbytes = sum(_NBYTES[one] if isinstance(one, str) else one.itemsize for one in dtypes)
+    nbytes = sum(dtype.itemsize for dtype in moments_of(args))
     return MomentBytes(nbytes, FP32_NBYTES if args.optimizer in _MUONS else None)
 
 

@@ -4,9 +4,9 @@
 runs, to a step's time, and to its traffic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_asynchzp.planner.compute import ComputeTimes
 from megatron_asynchzp.planner.held import IN_FP8, Held
@@ -163,46 +163,37 @@ class Costing(Held):
         )
 
     def step(self) -> Step:
-        """A step of the plan; of many micro-batches some are simulated: in the steady state each
-        one more takes as long."""
+        """A step of the plan."""
+        return self._of_step(self.simulate, _extrapolated_step)
+
+    def _of_step[Value](
+        self, of: Callable[[int], Value], extrapolated: Callable[[Value, Value, float], Value]
+    ) -> Value:
+        """`of` the micro-batches of a step. Of many some are looked at: in the steady state each
+        further one is as the one before."""
         micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
         few, more = (count * stages for count in _FOLDED)
         if micro_batches <= more:
-            return self.simulate(micro_batches)
-        short, long = self.simulate(few), self.simulate(more)
-        times = (micro_batches - more) / (more - few)
-        return Step(
-            _extrapolate(short.step_s, long.step_s, times),
-            tuple(
-                _extrapolated(before, after, times)
-                for before, after in zip(short.stages, long.stages, strict=True)
-            ),
-        )
+            return of(micro_batches)
+        return extrapolated(of(few), of(more), (micro_batches - more) / (more - few))
 
     @cached_property
     def node_nbytes(self) -> float:
         """Bytes that leave the node which sends most, in a step, for the three states."""
-        found = []
-        micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
-        few, more = (count * stages for count in _FOLDED)
-        for stage, units in enumerate(self.units):
+        stages = range(self.plan.parallel.pp)
+        return max(self._of_step(partial(self._left, one), _extrapolate) for one in stages)
 
-            def left(count: int, stage: int = stage, units: tuple[Unit, ...] = units) -> float:
-                groups = [self.groups[unit.group] for unit in units]
-                actions = self.stages(count)[stage].order.actions
-                actions = [one for one in actions if units[one.unit].numel]
+    def _left(self, stage: int, micro_batches: int) -> float:
+        """Return the bytes that leave a node of a stage in a step with so many micro-batches."""
+        units = self.units[stage]
+        groups = [self.groups[unit.group] for unit in units]
+        actions = self.stages(micro_batches)[stage].order.actions
+        actions = [one for one in actions if units[one.unit].numel]
 
-                def issued(kind: int, index: int) -> list[Collective]:
-                    return self.collectives(kind, units[index])
+        def issued(kind: int, index: int) -> list[Collective]:
+            return self.collectives(kind, units[index])
 
-                return step_traffic(actions, issued, groups, self.cluster).node_nbytes
-
-            if micro_batches <= more:
-                found.append(left(micro_batches))
-            else:
-                times = (micro_batches - more) / (more - few)
-                found.append(_extrapolate(left(few), left(more), times))
-        return max(found)
+        return step_traffic(actions, issued, groups, self.cluster).node_nbytes
 
     @cached_property
     def model_flops(self) -> float:
@@ -250,6 +241,14 @@ def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit
 
 def _extrapolate(before: float, after: float, times: float) -> float:
     return after + (after - before) * times
+
+
+def _extrapolated_step(before: Step, after: Step, times: float) -> Step:
+    stages = zip(before.stages, after.stages, strict=True)
+    return Step(
+        _extrapolate(before.step_s, after.step_s, times),
+        tuple(_extrapolated(*pair, times) for pair in stages),
+    )
 
 
 def _extrapolated(before: StageTimes, after: StageTimes, times: float) -> StageTimes:

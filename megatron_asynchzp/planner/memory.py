@@ -84,12 +84,6 @@ class MomentBytes:
 # ---- beside the states
 
 
-def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
-    """Return the most that budgets keep from one micro-batch to a later one: all of their bytes."""
-    budgets = {"kept parameters": float(params_nbytes), "kept gradients": float(grads_nbytes)}
-    return {what: nbytes for what, nbytes in budgets.items() if nbytes}
-
-
 @dataclass(frozen=True)
 class Copies:
     """Bytes that a process of the CPU platform takes on top, at most.
@@ -260,15 +254,17 @@ class Memory:
         for chunk in in_flight:
             total.update(chunk.allocated)
         more = copies or Copies()
+        beside = {
+            # The most that budgets keep from one micro-batch to a later one: all of their bytes.
+            "kept parameters": schedule.keep_params_nbytes,
+            "kept gradients": schedule.keep_grads_nbytes,
+            "preview of an update": preview,
+            "quantised copies of weights": quantised,
+            "buffers of communicators": buffers,
+        }
         return cls(
             at_rest,
-            {
-                **total,
-                **kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
-                **({"preview of an update": preview} if preview else {}),
-                **({"quantised copies of weights": quantised} if quantised else {}),
-                **({"buffers of communicators": buffers} if buffers else {}),
-            },
+            {**total, **{what: float(nbytes) for what, nbytes in beside.items() if nbytes}},
             whole_unit,
             active,
             copied_params=more.params,

@@ -8,13 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planner.contenders import CONTENDERS, Contender
+from megatron_asynchzp.planner.contenders import (
+    CONTENDERS,
+    DISTRIBUTED_OPTIMIZER,
+    FSDP2,
+    FSDP2_HSDP,
+    PLAIN_DATA_PARALLELISM,
+    Contender,
+)
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
 from megatron_asynchzp.planner.space import Space, all_divisors, plans, shard_divisors
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 PLAIN = 0.005
 """A plan whose sizes have a name (ZeRO-3, ...) is preferred to one that is faster by less."""
@@ -25,7 +31,12 @@ RESERVE = 0.5
 """The part of a step for which a plain plan's links may be busy where the fastest plan's are less:
 what the planner does not know of, such as switches of many nodes, finds some room then."""
 FLAT = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
-SCHEMES = (*FLAT, "HSDP")
+_SCHEMES = {
+    "ZeRO-3": FSDP2,
+    "distributed optimizer": DISTRIBUTED_OPTIMIZER,
+    "plain data parallelism": PLAIN_DATA_PARALLELISM,
+    "HSDP": FSDP2_HSDP,
+}
 _EQUAL = 0.001  # steps that differ by less count as equal: then what sends and holds less is better
 _SIMULATED = 40
 
@@ -59,17 +70,13 @@ class Candidate:
 
     @cached_property
     def scheme(self) -> str:
-        return scheme_of(self.plan.sizes, self.costing.dense_ranks, self.ranks_in_node)
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the dense sharding group."""
-        return self.costing.dense_ranks
+        """The name of sizes that other systems have; "" for those that are AsyncHZP's alone."""
+        return next((name for name, system in _SCHEMES.items() if self.is_of(system)), "")
 
     def is_of(self, other: Contender) -> bool:
         """Whether it has that system's sizes."""
         sizes = self.plan.sizes
-        numbers = other.numbers(self.ranks, self.ranks_in_node)
+        numbers = other.numbers(self.costing.dense_ranks, self.ranks_in_node)
         return (sizes.param, sizes.grad, sizes.optim) == numbers
 
     @property
@@ -78,23 +85,6 @@ class Candidate:
         tp = self.plan.parallel.tp
         per_node = max(1, self.costing.cluster.ranks_per_domain // tp)
         return min(per_node, self.costing.dense_ranks)
-
-
-def scheme_of(sizes: ShardSizes, ranks: int, in_node: int) -> str:
-    """The name of sizes that other systems have; "" for those that are AsyncHZP's alone."""
-    three = (sizes.param, sizes.grad, sizes.optim)
-    named = (name for name in SCHEMES if scheme_sizes(name, ranks, in_node) == three)
-    return next(named, "")
-
-
-def scheme_sizes(name: str, ranks: int, in_node: int) -> tuple[int, int, int]:
-    """Return the sizes (parameters, gradients, optimizer states) of one of SCHEMES."""
-    return {
-        "ZeRO-3": (ranks, ranks, ranks),
-        "distributed optimizer": (1, 1, ranks),
-        "plain data parallelism": (1, 1, 1),
-        "HSDP": (in_node, in_node, in_node),
-    }[name]
 
 
 def _neighbours(best: Candidate, kept: Mapping[str, int]) -> Iterator[Plan]:
@@ -294,7 +284,11 @@ def _contenders(ranked: Sequence[Candidate]) -> dict[Contender, Candidate | None
     found: dict[Contender, Candidate | None] = {}
     for contender in CONTENDERS:
         like = next((one for one in ranked if one.is_of(contender)), None)
-        if contender.needs_nodes and ranked and ranked[0].ranks_in_node == ranked[0].ranks:
+        if (
+            contender.needs_nodes
+            and ranked
+            and ranked[0].ranks_in_node == ranked[0].costing.dense_ranks
+        ):
             continue  # on one node it is FSDP2
         if like is not None:
             costing = replace(like.costing, plan=contender.plan(like.plan), known={})

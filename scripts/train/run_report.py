@@ -53,7 +53,7 @@ def state_bytes(
     held = dict.fromkeys(("model_param", "main_grad", "main_param", "optimizer_state", "rings"), 0)
     for chunk in chunks:
         if isinstance(chunk, AsyncHZPDataParallel):
-            for state, nbytes in chunk.state_nbytes().items():
+            for state, nbytes in chunk.runtime.state_nbytes().items():
                 held[state] += nbytes
             held["rings"] += sum(chunk.runtime.in_flight_nbytes().values())
             continue

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_asynchzp.commands import meeting
-from megatron_asynchzp.commands.meeting import check_meeting
+from megatron_asynchzp.commands.meeting import torchrun_options
 from megatron_asynchzp.errors import ConfigurationError
+
+
+def check_meeting(words: list[str]) -> None:
+    meeting.check_meeting(torchrun_options(words))
 
 
 @pytest.fixture

@@ -58,13 +58,14 @@ def in_auto(args: Namespace, cluster: Cluster) -> Costing:
     auto = copy(args)
     for state in STATES:
         setattr(auto, f"asynchzp_{state}_shard_size", AUTO)
-    return chosen_among(planned.space_of(auto, cluster), planned.plan_of(args))
+    own = planned.plan_of(args, planned.setting_of(args))
+    return chosen_among(planned.space_of(auto, cluster), own)
 
 
 def in_plan(args: Namespace, cluster: Cluster) -> Costing:
     asked, _ = command.parse_args(["--cluster", "h100", "--", "pretrain_gpt.py"])
     space = command.space_of(planned.setting_of(args), args, asked, cluster)
-    return chosen_among(space, planned.plan_of(args))
+    return chosen_among(space, planned.plan_of(args, planned.setting_of(args)))
 
 
 def check(seed: int) -> bool:

@@ -128,7 +128,7 @@ def _memory_of(chunks: list, built: int, peak: int) -> StartMemory | None:
         built,
         peak,
         shards=sum(unit.model_param.nbytes for unit in units),
-        states=sum(sum(chunk.state_nbytes().values()) for chunk in chunks),
+        states=sum(sum(chunk.runtime.state_nbytes().values()) for chunk in chunks),
         in_flight=sum(sum(chunk.runtime.in_flight_nbytes().values()) for chunk in chunks),
         largest_unit=max(whole),
         model=sum(whole),

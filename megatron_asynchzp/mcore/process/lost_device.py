@@ -17,10 +17,10 @@ _NONE_CHOSEN = ("", "-1")
 _DEVICE_FILES = ("nvidia*", "davinci*")
 
 
-def refuse_lost_device(environ: Mapping[str, str], files: Path = Path("/dev")) -> None:
+def refuse_lost_device(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError where a machine without a device for torch has one all the same, or
     was asked for one."""
-    if (sign := sign_of_device(environ, files)) is not None:
+    if (sign := sign_of_device(environ, Path("/dev"))) is not None:
         raise ConfigurationError(
             f"{platform.node()} has {sign}, but torch sees no device there ({_torchs_reason()}); "
             "mend the driver or install a torch for it, or train on the CPU with "

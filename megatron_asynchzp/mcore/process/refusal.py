@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -24,16 +25,23 @@ EXIT_USAGE = 2
 _FIRST_RANK_PRINTS_S = 15.0
 
 
+@contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """End the process with EXIT_USAGE and one line for a ConfigurationError within."""
+    try:
+        yield
+    except ConfigurationError as error:
+        report(error)
+        sys.exit(EXIT_USAGE)
+
+
+@refused_in_one_line()
 def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
     """End the process with one line for a command line that cannot be meant, see
     check_command_line, or for too few files. Of the launcher, which is no rank, any node's count.
     """
-    try:
-        refuse_few_descriptors(int(os.environ.get("RANK", "1")), world_size or 0)
-        check_command_line(argv, world_size)
-    except ConfigurationError as error:
-        report(error)
-        sys.exit(EXIT_USAGE)
+    refuse_few_descriptors(int(os.environ.get("RANK", "1")), world_size or 0)
+    check_command_line(argv, world_size)
 
 
 def world_size() -> int | None:
@@ -51,8 +59,9 @@ def report(error: BaseException) -> None:
     obey_sigterm()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_RANK_PRINTS_S)
-    _leave_for_torchrun(str(error))
-    sys.stderr.write(f"megatron_asynchzp: {error}\n")  # one write: ranks share a terminal
+    line = " ".join(str(error).split())
+    _leave_for_torchrun(line)
+    sys.stderr.write(f"megatron_asynchzp: {line}\n")  # one write: ranks share a terminal
     sys.stderr.flush()
 
 
