@@ -685,6 +685,19 @@ class Estimates(torch.optim.Optimizer):
                     param.sub_(group["d"] * param.grad.sign())
 
 
+class Overflowing(torch.optim.SGD):
+    """A setting that is infinite of many elements and finite of few."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            numel = sum(map(torch.numel, group["params"]))
+            group["product"] = math.inf if numel > 10_000 else 1.0
+
+
 class Quantized(torch.optim.Optimizer):
     """As bitsandbytes' AdamW8bit: 8 bits per element, and a scale for each block of 64."""
 
@@ -732,6 +745,7 @@ NOT_ELEMENTWISE = {
     "AdafactorOf256": type("AdafactorOf256", (torch.optim.SGD,), {}),
     "largest so far": step_of(largest_so_far),
     "Estimates": Estimates,
+    "Overflowing": Overflowing,
     "Muon": torch.optim.Muon,
     "Shampoo": type("DistributedShampoo", (torch.optim.SGD,), {}),
     "Holding": Holding,

@@ -104,34 +104,33 @@ class _BlockAttention(torch.autograd.Function):
             q, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, v))
         run = _fused_forward if how.is_fused else _reference_forward
         # Only the shape of `k` is read; the computation uses the shifted keys.
-        output, lse, kept = run(AttentionCall(q, k, v, mask, scale), shifted, how)
-        ctx.save_for_backward(q, v, *shifted[:3], output, *kept)
+        output, lse, kept_BHS = run(AttentionCall(q, k, v, mask, scale), shifted, how)
+        ctx.save_for_backward(q, v, *shifted[:3], output, kept_BHS)
         ctx.block_size, ctx.mask, ctx.scale, ctx.how = shifted.block_size, mask, scale, how
         ctx.mark_non_differentiable(lse)
         return output, lse
 
     @staticmethod
     def backward(ctx, d_output, _):
-        q, v, keys, shift, mean, output, *kept = ctx.saved_tensors
+        q, v, keys, shift, mean, output, kept_BHS = ctx.saved_tensors
         shifted = ShiftedKeys(keys, shift, mean, ctx.block_size)
         call = AttentionCall(q, keys, v, ctx.mask, ctx.scale)
         run = _fused_backward if ctx.how.is_fused else _reference_backward
-        return *run(d_output, call, shifted, output, kept, ctx.how), None, None, None
+        return *run(d_output, call, shifted, output, kept_BHS, ctx.how), None, None, None
 
 
 def _reference_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
     from megatron_asynchzp.attention.reference.block import block_forward
 
     done = block_forward(call.q_BHSD, shifted, call.v_BGTE, call.mask, call.scale)
-    return *done.result, [done.shifted_lse_BHS]
+    return *done.result, done.shifted_lse_BHS
 
 
-def _reference_backward(d_output, call: AttentionCall, shifted, output, kept, how: _How):
+def _reference_backward(d_output, call: AttentionCall, shifted, output, lse_BHS, how: _How):
     from megatron_asynchzp.attention.reference.block import block_backward
 
     q, v = call.q_BHSD, call.v_BGTE
-    (shifted_lse_BHS,) = kept
-    return block_backward(d_output, q, shifted, v, output, shifted_lse_BHS, call.mask, call.scale)
+    return block_backward(d_output, q, shifted, v, output, lse_BHS, call.mask, call.scale)
 
 
 def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
@@ -143,11 +142,11 @@ def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
     frame_BH1D = shifted.frame_BG1D.repeat_interleave(repeats, 1)
     frame_BHS = call.scale * (call.q_BHSD.float() @ frame_BH1D.mT)[..., 0]
     true_lse = torch.where(lse.isposinf(), -torch.inf, lse / LOG2_E + frame_BHS)
-    return output, true_lse, [lse]
+    return output, true_lse, lse
 
 
-def _fused_backward(d_output, call: AttentionCall, shifted, output, kept, how: _How):
+def _fused_backward(d_output, call: AttentionCall, shifted, output, lse_BHS, how: _How):
     from megatron_asynchzp.attention.triton_backward import fused_backward
 
     ranges = call.mask.key_ranges(call.device)
-    return fused_backward(d_output, call, shifted, output, *kept, ranges, is_tuned=how.is_tuned)
+    return fused_backward(d_output, call, shifted, output, lse_BHS, ranges, is_tuned=how.is_tuned)

@@ -13,7 +13,7 @@ from megatron_asynchzp.checkpoint_files.errors import Damage, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
 from megatron_asynchzp.checkpoint_files.other_format import is_of_format_torch
-from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import (
     INTERRUPTED,
@@ -139,7 +139,7 @@ def choose_checkpoint(
 
     Raises ConfigurationError, on all.
     """
-    load_dir, peers = Path(load_dir), peers or Alone()
+    load_dir, peers = Path(load_dir), peers or Peers()
     try:
         listing = on_first(peers, lambda: _list(load_dir))
     except OSError as error:

@@ -5,33 +5,20 @@ or raise the same.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 
-class Peers(Protocol):
-    """The ranks that look at a directory together."""
-
-    rank: int
-    size: int
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Gather what each rank gives, in rank order, on all ranks."""
-        ...
-
-    def broadcast(self, mine: Any) -> Any:
-        """Broadcast what rank 0 gives to all ranks."""
-        ...
-
-
-class Alone:
-    """One process that looks at a directory by itself."""
+class Peers:
+    """The ranks that look at a directory together: here, this process alone."""
 
     rank, size = 0, 1
 
     def gather(self, mine: Any) -> list[Any]:
+        """Gather what each rank gives, in rank order, on all ranks."""
         return [mine]
 
     def broadcast(self, mine: Any) -> Any:
+        """Broadcast what rank 0 gives to all ranks."""
         return mine
 
 

@@ -21,7 +21,7 @@ from megatron_asynchzp.checkpoint_files.manifest import (
     seal_file,
     write_manifest,
 )
-from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_each, on_first
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
 
 # First what makes the rest look complete: a crash in between leaves something that does not. Each
@@ -42,7 +42,7 @@ def prepare_directory(iteration_dir: Path | str, peers: Peers | None = None) -> 
                 sync(Path(iteration_dir))
 
     try:
-        on_first(peers or Alone(), remove)
+        on_first(peers or Peers(), remove)
     except OSError as error:
         raise save_error(iteration_dir, one_line(error)) from None
 
@@ -57,7 +57,7 @@ def complete_directory(
 
     amend: makes the index that is to be stored from the one that was written; rank 0 calls it.
     """
-    iteration_dir, peers = Path(iteration_dir), peers or Alone()
+    iteration_dir, peers = Path(iteration_dir), peers or Peers()
     try:
         # Each rank reads what it wrote itself: nothing has to be told to all of them.
         shares = on_each(peers, lambda: _seal_own(iteration_dir, peers.rank))

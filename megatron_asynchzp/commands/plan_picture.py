@@ -39,17 +39,17 @@ _SCHEMES = {
 }
 
 
-def spans_of(best: Candidate) -> tuple[Interval, ...]:
-    """Return the spans of the first stage, with as few micro-batches as show its pattern."""
+def spans_of(best: Candidate) -> tuple[int, tuple[Interval, ...]]:
+    """Return as few micro-batches as show the pattern of a step, and the first stage's spans."""
     plan = best.plan
     shown = _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp
     count = min(plan.batch.num_micro_batches, shown)
-    return best.costing.simulate(count, with_spans=True).spans[0]
+    return count, best.costing.simulate(count, with_spans=True).spans[0]
 
 
 def write_trace(best: Candidate, file: Path) -> None:
     """Write a trace as --asynchzp-trace does, for Perfetto. Raises ConfigurationError."""
-    spans = map(timeline.Span._make, spans_of(best))
+    spans = map(timeline.Span._make, spans_of(best)[1])
     try:
         file.write_text(json.dumps(timeline.chrome_trace(spans, rank=0)))
     except OSError as error:
@@ -120,7 +120,8 @@ def _front(shown: Sequence[Candidate]) -> list[tuple[float, float]]:
 
 
 def _draw_timeline(axes: Any, best: Candidate) -> None:
-    spans = [span for span in spans_of(best) if span.lane in _LANES and span.end > span.start]
+    count, all_spans = spans_of(best)
+    spans = [span for span in all_spans if span.lane in _LANES and span.end > span.start]
     lanes = [lane for lane in _LANES if any(span.lane == lane for span in spans)]
     for row, lane in enumerate(lanes):
         by_colour: dict[str, list[tuple[float, float]]] = {}
@@ -141,10 +142,6 @@ def _draw_timeline(axes: Any, best: Candidate) -> None:
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlabel("time after the last update began (s)", fontsize=NORMAL)
     plan = best.plan
-    count = min(
-        plan.batch.num_micro_batches,
-        _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp,
-    )
     of = f"{count} of {plan.batch.num_micro_batches} micro-batches"
     stage = "" if plan.parallel.pp == 1 else ", first stage"
     styles.set_title(axes, f"the chosen plan's step as simulated, {of}{stage}")

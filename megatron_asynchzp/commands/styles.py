@@ -36,12 +36,12 @@ SIZES_MEANING = (
 )
 
 
-def new_figure(height: float, width: float = WIDTH_IN) -> Any:
-    """A matplotlib figure in inches, without a window. Raises MissingPackage."""
+def new_figure(height: float) -> Any:
+    """A matplotlib figure, in inches, without a window. Raises MissingPackage."""
     require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(WIDTH_IN, height), layout="constrained")
 
 
 def bare(plot: Any, grid: str | None = None) -> None:
@@ -53,9 +53,9 @@ def bare(plot: Any, grid: str | None = None) -> None:
         plot.set_axisbelow(True)
 
 
-def set_title(plot: Any, text: str, pad: float = 6) -> None:
-    """Title a plot with what it shows, above its left end. pad: points between the two."""
-    plot.set_title(text, loc="left", fontsize=NORMAL, fontweight="bold", color=INK, pad=pad)
+def set_title(plot: Any, text: str) -> None:
+    """Title a plot with what it shows, above its left end."""
+    plot.set_title(text, loc="left", fontsize=NORMAL, fontweight="bold", color=INK)
 
 
 def add_caption(figure: Any, *lines: str) -> None:

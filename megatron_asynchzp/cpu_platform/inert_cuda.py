@@ -100,42 +100,6 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _stream_context(stream: Any = None) -> contextlib.AbstractContextManager:
-    return _InertContext()
-
-
-def _call_now(callback: Any, **_: Any):
-    callback()
-
-
-def _get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _get_rng_state_all() -> list[torch.Tensor]:
-    return [torch.default_generator.get_state()]
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = None):
-    torch.default_generator.set_state(new_state)
-
-
-def _set_rng_state_all(new_states: Any):
-    for new_state in new_states:
-        _set_rng_state(new_state)
-
-
-def _manual_seed(seed: int):
-    # Not torch.manual_seed: it calls torch.cuda.manual_seed_all, which leads back here. Seeding
-    # the CPU's generator (instead of ignoring the call) keeps the seeds of Megatron's RNG
-    # tracker, which differ over tensor parallel ranks, apart.
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _manual_seed_all(seed: int):
-    _manual_seed(seed)
-
-
 def _device_properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
         name="cpu",
@@ -186,11 +150,11 @@ def cuda_attributes() -> dict[str, Any]:
             "get_device_properties": _device_properties,
             "Stream": InertStream,
             "Event": InertEvent,
-            "stream": _stream_context,
+            "stream": lambda stream=None: _InertContext(),
             "device": _InertContext,
             "device_of": type("_InertDeviceOf", (_InertContext,), {}),
             "default_generators": (torch.default_generator,),
-            "_lazy_call": _call_now,
+            "_lazy_call": lambda callback, **_: callback(),
             "memory_stats": lambda device=None: defaultdict(int),
             "memory_snapshot": lambda *_, **__: [],
         }
@@ -199,14 +163,18 @@ def cuda_attributes() -> dict[str, Any]:
 
 def rng_attributes() -> dict[str, Any]:
     """Return the attributes that `torch.cuda` and `torch.cuda.random` share."""
+    generator = torch.default_generator
     return {
-        "get_rng_state": _get_rng_state,
-        "get_rng_state_all": _get_rng_state_all,
-        "set_rng_state": _set_rng_state,
-        "set_rng_state_all": _set_rng_state_all,
-        "manual_seed": _manual_seed,
-        "manual_seed_all": _manual_seed_all,
-        "initial_seed": torch.default_generator.initial_seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda new_state, device=None: generator.set_state(new_state),
+        "set_rng_state_all": lambda new_states: generator.set_state(new_states[-1]),
+        # Not torch.manual_seed: it calls torch.cuda.manual_seed_all, which leads back here. Seeding
+        # the CPU's generator (instead of ignoring the call) keeps the seeds of Megatron's RNG
+        # tracker, which differ over tensor parallel ranks, apart.
+        "manual_seed": lambda seed: generator.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: generator.manual_seed(int(seed)),
+        "initial_seed": generator.initial_seed,
     }
 
 

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.library.arguments import (
     Description,
-    checked_group,
     checked_units,
     describe,
     refuse_different_models,
@@ -31,18 +29,6 @@ from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory, refuse_views
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
-
-
-def new_runtime(
-    model: nn.Module,
-    units: Iterable[nn.Module],
-    sizes: ShardSizes,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    schedule: ScheduleConfig = ScheduleConfig(),
-) -> HZPRuntime:
-    """The engine around `model` without an optimizer; as `shard`, but for a model with values."""
-    unit_modules = checked_model(model, units, False)
-    return runtime_of(model, unit_modules, sizes, checked_group(group), schedule)
 
 
 def checked_model(

@@ -191,11 +191,6 @@ class Communication:
         return next(iter(cls._open), None)
 
     @classmethod
-    def take_exposed_s(cls) -> float:
-        """Seconds for which computation waited for any of them, since the last call."""
-        return sum(one.driver.timeline.take_times().exposed_s for one in cls._open)
-
-    @classmethod
     def close_all(cls, group: dist.ProcessGroup | None = None) -> None:
         """Close those of `group` (None: all) before it is destroyed: no thread may outlive it."""
         for communication in list(cls._open):

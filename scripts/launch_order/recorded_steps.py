@@ -75,10 +75,9 @@ def _record_library(sizes: tuple[Any, ...]) -> list[str]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from megatron_asynchzp.library.runtime import new_runtime
     from megatron_asynchzp.sharding.topology import ShardSizes
     from scripts.testbed.contenders.delayed_model import ModelSize
-    from scripts.testbed.contenders.systems import SYSTEMS
+    from scripts.testbed.contenders.systems import SYSTEMS, new_runtime
     from scripts.testbed.device import inside
 
     model = ModelSize(hidden=32, blocks=4, rows=2, block_ms=0.0, micro_batches=2)
@@ -87,7 +86,7 @@ def _record_library(sizes: tuple[Any, ...]) -> list[str]:
 
     class OfSizes(SYSTEMS["main-thread"]):
         def new_runtime(self, units: list[Any], schedule: Any) -> Any:
-            return new_runtime(self.model, units, ShardSizes(*sizes), schedule=schedule)
+            return new_runtime(self.model, units, ShardSizes(*sizes), None, schedule)
 
     system = OfSizes(model, mesh)
     for step in range(NUM_WARM + NUM_RECORDED):

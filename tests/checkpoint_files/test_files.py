@@ -24,6 +24,7 @@ from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError
 from megatron_asynchzp.checkpoint_files.index import items_by_file, pickle_index, unpickle_index
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
+from megatron_asynchzp.checkpoint_files.peers import Peers
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
@@ -157,7 +158,7 @@ def test_every_byte_is_read_once_or_hardly_any(tmp_path, has_manifest):
 # --- several ranks -----------------------------------------------------------------------------
 
 
-class _Threads:
+class _Threads(Peers):
     """Peers that are threads of this process."""
 
     def __init__(self, rank: int, size: int, box: list, barrier: threading.Barrier):

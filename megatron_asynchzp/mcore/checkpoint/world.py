@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_asynchzp.checkpoint_files.peers import Alone, Peers
+from megatron_asynchzp.checkpoint_files.peers import Peers
 
 
-class WorldPeers:
-    """All ranks of the job, which look at a directory together; see peers.Peers."""
+class WorldPeers(Peers):
+    """All ranks of the job, which look at a directory together."""
 
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -29,7 +29,7 @@ class WorldPeers:
 
 def peers_of_job() -> Peers:
     """Return all ranks, or this process where it is alone."""
-    return WorldPeers() if dist.is_initialized() else Alone()
+    return WorldPeers() if dist.is_initialized() else Peers()
 
 
 def log(lines: Iterable[str | None], peers: Peers) -> None:

@@ -17,30 +17,7 @@ from megatron_asynchzp.mcore.patch import found_version, replaces, run_args
 from megatron_asynchzp.versions import Version
 
 
-@replaces(
-    "megatron.training.models.dist_utils.unimodal_build_distributed_models",
-    "build_model_func transformer_config pg_collection ddp_config "
-    "overlap_param_gather_with_optimizer_step use_megatron_fsdp use_torch_fsdp2 wrap_with_ddp "
-    "data_parallel_random_init mixed_precision_wrapper pre_wrap_hook model_type "
-    "use_layer_wise_distributed_optimizer[0.20] use_layer_wise_param_layout[0.20]",
-    why="model builders build models here: each layer is sharded as soon as it is complete",
-    drop_when="a builder calls back when a layer is complete",
-)
-def build_models(original: Callable, *args: Any, **options: Any) -> Any:
-    return _build_in_shards(original, args, options)
-
-
-@replaces(
-    "megatron.training.training.get_model",
-    "model_provider_func model_type wrap_with_ddp config pg_collection",
-    why="scripts that pass a model_provider build models here, as above",
-    drop_when="Megatron drops get_model",
-)
-def get_model(original: Callable, *args: Any, **options: Any) -> Any:
-    return _build_in_shards(original, args, options)
-
-
-def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -> Any:
+def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
     given = signature(original).bind(*args, **options)
     given.apply_defaults()
     run = run_args()
@@ -60,6 +37,24 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
     settings = Settings.of(run, pg_collection.dp_cp.size())
     with constructing(settings, pg_collection, has_experts=run.expert_model_parallel_size > 1):
         return original(*args, **options)
+
+
+build_models = replaces(
+    "megatron.training.models.dist_utils.unimodal_build_distributed_models",
+    "build_model_func transformer_config pg_collection ddp_config "
+    "overlap_param_gather_with_optimizer_step use_megatron_fsdp use_torch_fsdp2 wrap_with_ddp "
+    "data_parallel_random_init mixed_precision_wrapper pre_wrap_hook model_type "
+    "use_layer_wise_distributed_optimizer[0.20] use_layer_wise_param_layout[0.20]",
+    why="model builders build models here: each layer is sharded as soon as it is complete",
+    drop_when="a builder calls back when a layer is complete",
+)(_build_in_shards)
+
+get_model = replaces(
+    "megatron.training.training.get_model",
+    "model_provider_func model_type wrap_with_ddp config pg_collection",
+    why="scripts that pass a model_provider build models here, as above",
+    drop_when="Megatron drops get_model",
+)(_build_in_shards)
 
 
 def _prepare_own_graphs() -> None:

@@ -21,10 +21,12 @@ _GRACE_S = 5.0
 
 
 def watch_interrupts(
-    last_line: LastLine, why_terminated: Callable[[], str] = lambda: "ended by SIGTERM"
+    last_line: LastLine,
+    why_terminated: Callable[[], str] = lambda: "ended by SIGTERM",
+    grace_s: float = _GRACE_S,
 ) -> Callable[[], None]:
     """From now on SIGINT ends this process with the line of an interrupt where the main thread does
-    not come back to Python within _GRACE_S seconds. Where it does, nothing is changed. SIGTERM,
+    not come back to Python within `grace_s` seconds. Where it does, nothing is changed. SIGTERM,
     which torchrun sends to the ranks of a node where one has failed, ends it with a line too.
 
     why_terminated: gives that line; it may take its time.
@@ -52,7 +54,7 @@ def watch_interrupts(
                 last_line.print(why_terminated())
                 end_process(EXIT_TERMINATED)
             if signal.SIGINT in received:
-                if not came_back.wait(_GRACE_S):
+                if not came_back.wait(grace_s):
                     last_line.print("interrupted")
                     end_process(EXIT_INTERRUPTED)
                 came_back.clear()

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_asynchzp.library.runtime import new_runtime
+from megatron_asynchzp.library.arguments import checked_group
+from megatron_asynchzp.library.runtime import checked_model, runtime_of
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
@@ -189,6 +190,19 @@ class Baseline(System):
         self.baseline.step_optimizer()
 
 
+def new_runtime(
+    model: nn.Module,
+    units: list[Any],
+    sizes: ShardSizes,
+    group: dist.ProcessGroup | None,
+    schedule: ScheduleConfig,
+) -> HZPRuntime:
+    """The engine around `model` without an optimizer. group: None for all ranks."""
+    return runtime_of(
+        model, checked_model(model, units, False), sizes, checked_group(group), schedule
+    )
+
+
 class Engine(System):
     """Our engine: parameters and gradients over a node's ranks, optimizer state over all. kind: of
     its schedule; timed_every: on a device one step in so many is timed; is_forced: where it is
@@ -212,7 +226,7 @@ class Engine(System):
     def new_runtime(self, units: list[Any], schedule: ScheduleConfig) -> HZPRuntime:
         world_size, in_node = self.mesh.size(), self.mesh.size(1)
         sizes = ShardSizes(in_node, in_node, world_size)
-        return new_runtime(self.model, units, sizes, schedule=schedule)
+        return new_runtime(self.model, units, sizes, None, schedule)
 
     def begin(self) -> None:
         self.runtime.zero_grads()

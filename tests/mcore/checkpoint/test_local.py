@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.checkpoint_files.local_files import NodeFolder, adopt, lacking
-from megatron_asynchzp.checkpoint_files.peers import Alone
+from megatron_asynchzp.checkpoint_files.peers import Peers
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.local import find_local, keepers_of
 from scripts.testbed.megatron_runs import RunRecord, run_pretrain
@@ -250,7 +250,7 @@ def write(folder: Path, rank: int, iteration: int, owner: int, args: dict) -> Pa
 
 
 def find(args: Namespace, folder: Path, shared: int = -1, is_wanted: bool = True):
-    return find_local(args, Manager(folder), shared, is_wanted, Alone())
+    return find_local(args, Manager(folder), shared, is_wanted, Peers())
 
 
 def test_the_newest_that_fits_is_found_and_the_others_are_removed(tmp_path, args):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_asynchzp.checkpoint_files.peers import Alone
+from megatron_asynchzp.checkpoint_files.peers import Peers
 from megatron_asynchzp.mcore.checkpoint import mismatch
 from megatron_asynchzp.mcore.checkpoint.causes import CAUSES, flag_of
 from megatron_asynchzp.mcore.checkpoint.mismatch import compare
@@ -134,7 +134,7 @@ def models() -> dict[str, Model]:
 
 def _compare(saved: Model, run: Model, **changed: Any) -> str | None:
     args = Namespace(**vars(run.args) | changed)
-    return compare(args, saved.saved, saved.shapes, run.tensors, Alone())
+    return compare(args, saved.saved, saved.shapes, run.tensors, Peers())
 
 
 def _flags(line: str) -> dict[str, str]:
