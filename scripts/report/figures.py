@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.report import census_table, compare_table, fault_table, peak_table, schedule_grid
+from scripts.report import census_table, compare_table, fault_table, schedule_grid
 from scripts.report.compare_rows import NO_NETWORK, Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
@@ -121,10 +121,6 @@ def _is_half(variant: str) -> bool:
     return "bf16" in variant or "fp16" in variant
 
 
-def peaks_figure(what: str) -> str:
-    return {"worst": peak_table.worst}[what](read_record("peaks").lines)
-
-
 def planner_figure(what: str) -> str:
     """Of the steps on the test-bed."""
     lines = read_record("planner_testbed").lines
@@ -189,7 +185,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "quickstart": quickstart_figure,
     "quickstart apart": quickstart_apart,
     "quickstart equal": quickstart_equal,
-    "peaks": peaks_figure,
     "planner": planner_figure,
     "parity worst": parity_worst,
     "shrunk worst": shrunk_worst,

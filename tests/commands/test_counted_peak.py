@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from scripts.bench.count_peaks import ADAPTED, CASES, compare
+from tests.support.counted_peaks import ADAPTED, CASES, compare
 
 pytestmark = [
     pytest.mark.slow,

@@ -58,7 +58,7 @@ def setting(
 
 
 # Bytes of the storages that autograd saved in one layer of 128 channels and 2 x 128 tokens, in
-# bf16, with the causal mask; parameters aside. scripts/bench/count_peaks.py counts whole runs.
+# bf16, with the causal mask; parameters aside. tests/support/counted_peaks.py counts whole runs.
 COUNTED = {
     "dense": (LAYERS["dense"], replace(LOCAL, has_rope=False), 2, 1_329_152),
     "dropout": (

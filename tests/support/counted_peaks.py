@@ -1,15 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The memory that a dry run predicts for small models, beside the count of every tensor of three
-steps of Megatron's pretrain() with the same flags on the CPU, as JSON lines.
+steps of Megatron's pretrain() with the same flags on the CPU."""
 
-    python -m scripts.bench.count_peaks --out docs/results/records/peaks.jsonl
-    python -m scripts.bench.count_peaks --real-size --out docs/results/records/real_size.jsonl
-
---real-size: one layer of the 36B model of the paper at its true shapes, on 4 ranks, in 14 GiB.
-"""
-
-import argparse
 import json
 import subprocess
 import sys
@@ -18,9 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from scripts.report.records import replace
 from scripts.testbed import megatron_runs
-from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import (
     BF16,
     FULL_RECOMPUTE,
@@ -59,13 +50,6 @@ _ADAPTERS = ["--asynchzp-adapter-rank", "16"]
 _ON_TWO = ["--asynchzp-adapter-layers", "linear_qkv", "linear_fc2"]
 # Beside the computation, when gloo makes its copies is chance.
 _IN_TURN = ["--asynchzp-schedule", "inline"]
-# Seed-OSS-36B: one of its 64 layers, and a part of its vocabulary. Ranks split its tensors, because
-# whole fp32 gradients of a layer on each of 4 ranks, 2 GiB each, leave no room for its states.
-_REAL_SIZE = [*shape_flags(1, 5120, 32, heads=80), "--ffn-hidden-size", "27648",
-              "--group-query-attention", "--num-query-groups", "8", "--kv-channels", "128",
-              "--add-qkv-bias", "--vocab-size", "2047", "--train-iters", "3",
-              "--global-batch-size", "1", "--distributed-timeout-minutes", "20",
-              "--tensor-model-parallel-size", "4"]
 # fmt: on
 
 
@@ -120,9 +104,6 @@ ADAPTED = tuple(
     _case(f"70B in small, rank {rank}{what}", *_SMALL_70B, *more, _ADAPTERS[0], str(rank))
     for rank in (2, 16)
     for what, more in (("", ()), (", full recompute", FULL_RECOMPUTE))
-)
-REAL_SIZE = Case(
-    "one layer of 36B", 4, gpt_args(*_LLAMA, *_REAL_SIZE, *BF16, *_ROUNDED, *size_flags((1, 1, 1)))
 )
 
 
@@ -227,22 +208,3 @@ def compare(cases: Sequence[Case]) -> Iterator[dict]:
                         name: max(getattr(peak, name) for peak in of_stage) for name in Peak._fields
                     },
                 }
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--real-size", action="store_true", help="one layer of the 36B model")
-    parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args(argv)
-    lines = []
-    for line in compare([REAL_SIZE] if asked.real_size else CASES):
-        lines.append(line)
-        totals = [max(line[side].values()) / 2**20 for side in ("predicted", "counted")]
-        print(f"{line['model']}, stage {line['stage']}: predicted {totals[0]:.2f} MiB, counted "
-              f"{totals[1]:.2f} ({totals[0] / totals[1] - 1:+.1%})", flush=True)  # fmt: skip
-    replace(asked.out, [machine_record(), *lines])
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
