@@ -4,7 +4,8 @@
 #     source scripts/train/env_ascend.sh "${flags[@]}"
 # Needs CANN and torch_npu. What is set already stays. Nothing of it has been run by us.
 
-RANKS_PER_NODE="${RANKS_PER_NODE:-16}"
+# The paper, section 6: 16 cards per node, full mesh within 8.
+RANKS_PER_NODE="${RANKS_PER_NODE:-16}" DEVICE_GIB=64
 for cann in "${ASCEND_HOME_PATH:-}/set_env.sh" /usr/local/Ascend/ascend-toolkit/set_env.sh; do
     if [[ -z "${ASCEND_OPP_PATH:-}" && -f "$cann" ]]; then
         set +u # CANN's script reads variables that may not be there

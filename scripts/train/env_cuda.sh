@@ -4,7 +4,7 @@
 #     source scripts/train/env_cuda.sh "${flags[@]}"
 # What is set already stays. docs/schedule.md has the reason for each; none has been measured by us yet.
 
-RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
+RANKS_PER_NODE="${RANKS_PER_NODE:-8}" DEVICE_GIB=80
 
 # Below Blackwell Megatron refuses tensor or context parallelism without one hardware queue. It
 # makes a gather that waits hold up computation that does not need it, so nobody else gets it.

@@ -10,8 +10,8 @@
 #
 #   --list              the rows                  --print     the command, without running it
 #   --all               dry run of all rows       --platform  cuda (default) or ascend
-#   -- FLAGS            more Megatron flags, which win; without data among them, mock data
-#   after --dry-run     --ranks N, --device-memory-gib G, --json FILE
+#   -- FLAGS            more Megatron flags, which win; without data among them, mock data; for a
+#                       dry run --asynchzp-dry-run RANKS and --asynchzp-device-gb G, too
 #
 # NNODES (default: the row's ranks / RANKS_PER_NODE), RANKS_PER_NODE (8; Ascend 16), MASTER_PORT.
 # MAX_RESTARTS (0): how often torchrun starts all ranks again when one has died; give --save and
@@ -26,15 +26,13 @@ fail() {
 }
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-row="" mode=run platform=cuda extra=() dry_run=()
+row="" mode=run platform=cuda extra=()
 while (($#)); do
     case "$1" in
         --) shift; extra=("$@"); break ;;
         --list | --all | --dry-run | --print) mode="${1#--}" ;;
         --platform) [[ $# -ge 2 ]] || fail "--platform: cuda or ascend"; platform="$2"; shift ;;
         -h | --help) sed -n '4,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-        --ranks | --device-memory-gib | --json)
-            [[ $# -ge 2 ]] || fail "$1: a value is missing"; dry_run+=("$1" "$2"); shift ;;
         -*) fail "$1: no such option (--help lists them; Megatron's flags come after --)" ;;
         *) [[ -z "$row" ]] || fail "$1: one row at a time, $row was given"; row="$1" ;;
     esac
@@ -43,25 +41,34 @@ done
 [[ "$platform" == cuda || "$platform" == ascend ]] || fail "--platform $platform: cuda or ascend"
 [[ -n "$row" || "$mode" == list || "$mode" == all ]] || fail "give a row (--list) or see --help"
 [[ -z "$row" || "$mode" != all ]] || fail "--all is for all rows, $row was given"
-[[ ${#dry_run[@]} -eq 0 || "$mode" == dry-run || "$mode" == all ]] ||
-    fail "${dry_run[0]} belongs to --dry-run"
 
 source "$root/scripts/environment.sh"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 [[ "$mode" != list ]] || exec "$PYTHON" -m scripts.train.rows
 
-words=(0 --context-parallel-size 8) # for all rows at once, the environment that most of them need
-if [[ -n "$row" ]]; then
-    printed="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" ||
-        exit 2
-    mapfile -t words <<<"$printed" # the number of ranks, then the flags
+if [[ "$mode" == all ]]; then # of each whether a device is large enough, or why it is refused
+    status=0 verdict='^(fits|does not fit): |^(megatron_asynchzp|scripts/train): '
+    for row in $("$PYTHON" -m scripts.train.rows | awk 'NR > 3 {print $1}'); do
+        found="$("$0" "$row" --dry-run --platform "$platform" -- "${extra[@]}" 2>&1)" || status=$?
+        printf '%-20s %s\n' "$row" "$(grep -m1 -E "$verdict" <<<"$found")"
+    done
+    exit "$status"
 fi
+
+printed="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" || exit 2
+mapfile -t words <<<"$printed" # the number of ranks, then the flags
 RUN_WITH=()
 source "$root/scripts/train/env_$platform.sh" "${words[@]:1}"
-if [[ "$mode" == dry-run || "$mode" == all ]]; then
-    [[ "$mode" == dry-run ]] || row=--all
-    exec "$PYTHON" -m scripts.train.dry_run "$row" --platform "$platform" \
-        --ranks-per-node "$RANKS_PER_NODE" "${dry_run[@]}" -- "${extra[@]}"
+script=("$root/scripts/train/pretrain_gpt.py")
+if [[ -n "${MEGATRON_LM:-}" ]]; then
+    [[ -f "$MEGATRON_LM/pretrain_gpt.py" ]] || fail "MEGATRON_LM=$MEGATRON_LM: no pretrain_gpt.py"
+    script=("$MEGATRON_LM/pretrain_gpt.py")
+    ((${#RUN_WITH[@]})) || RUN_WITH=(-m megatron_asynchzp.launch)
+fi
+if [[ "$mode" == dry-run ]]; then
+    "$PYTHON" -m scripts.train.rows "$row" --notes
+    LOCAL_WORLD_SIZE="$RANKS_PER_NODE" exec "$PYTHON" -m megatron_asynchzp.launch "${script[@]}" \
+        --asynchzp-dry-run "${words[0]}" --asynchzp-device-gb "$DEVICE_GIB" "${words[@]:1}"
 fi
 
 ranks="${words[0]}" per_node="$RANKS_PER_NODE"
@@ -93,12 +100,6 @@ if ((restarts)); then
     rendezvous+=(--max-restarts "$restarts")
     # Otherwise the new ranks find the addresses of the old ones in torchrun's store (torch 2.13).
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
-fi
-script=("$root/scripts/train/pretrain_gpt.py")
-if [[ -n "${MEGATRON_LM:-}" ]]; then
-    [[ -f "$MEGATRON_LM/pretrain_gpt.py" ]] || fail "MEGATRON_LM=$MEGATRON_LM: no pretrain_gpt.py"
-    script=("$MEGATRON_LM/pretrain_gpt.py")
-    ((${#RUN_WITH[@]})) || RUN_WITH=(-m megatron_asynchzp.launch)
 fi
 command=("$PYTHON" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$per_node"
     "${rendezvous[@]}" "${RUN_WITH[@]}" "${script[@]}" "${words[@]:1}")

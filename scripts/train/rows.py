@@ -5,6 +5,7 @@ not import torch or Megatron: launch.sh asks on every node, for the command alon
 
     python -m scripts.train.rows                             # the rows
     python -m scripts.train.rows ROW [--platform ascend] [-- more Megatron flags]
+    python -m scripts.train.rows ROW --notes                 # where its numbers are from
 """
 
 import argparse
@@ -115,11 +116,6 @@ class Row:
         return [f"from: {model['source']}", *(f"assumed: {line}" for line in assumed if line)]
 
 
-def platform_default(platform: str, name: str) -> int:
-    """ranks_per_node or device_memory_gib of a platform."""
-    return _TABLES["platforms"][platform][name]
-
-
 def row_names() -> list[str]:
     return list(_TABLES["rows"])
 
@@ -149,6 +145,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.train.rows", description=__doc__)
     parser.add_argument("row", nargs="?", metavar="ROW")
     parser.add_argument("--platform", choices=PLATFORMS, default="cuda")
+    parser.add_argument("--notes", action="store_true", help="what it is and where it is from")
     cut = argv.index("--") if "--" in argv else len(argv)
     asked = parser.parse_args(argv[:cut])
     if asked.row is None:
@@ -156,6 +153,9 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         row = load_row(asked.row)
+        if asked.notes:
+            print(f"{row.name}: {row.model}, {row.paper}", *row.notes, sep="\n")
+            return 0
         words = row.flags(asked.platform, argv[cut + 1 :])
     except RowError as error:
         print(f"scripts/train: {error}", file=sys.stderr)

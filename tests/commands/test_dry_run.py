@@ -27,8 +27,8 @@ _HYBRID = ["--hybrid-layer-pattern", "M-M*ME", "--num-experts", "4", "--moe-rout
 def run() -> Iterator[Callable[..., Ended]]:
     """Call with the words after the model's flags."""
     with serving(launch.main) as run_line:
-        yield lambda *words, ranks="8": run_line(
-            _SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split()
+        yield lambda *words, ranks="8", **env: run_line(
+            _SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split(), **env
         )
 
 
@@ -126,3 +126,8 @@ def test_what_cannot_run_is_refused_in_one_line_with_status_2(run, words, ranks,
     assert status == 2 and out == ""
     assert err.startswith("megatron_asynchzp: ") and err.count("\n") == 1
     assert line in err and err.count("megatron_asynchzp: ") == 1
+
+
+def test_megatron_itself_asks_for_one_hardware_queue(run):
+    ended = run("--context-parallel-size", "2", CUDA_DEVICE_MAX_CONNECTIONS="32")
+    assert ended.status == 2 and "CUDA_DEVICE_MAX_CONNECTIONS to 1" in ended.err
