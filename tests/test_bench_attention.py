@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of attention has no time where accuracy is red, and its lines can be drawn."""
+"""The benchmark of attention has no time where accuracy is red."""
 
 import json
 from collections.abc import Callable
@@ -21,18 +21,17 @@ def _lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_way_there_is_is_measured_and_drawn(capsys, tmp_path):
-    out, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
+def test_every_way_there_is_is_measured(capsys, tmp_path):
+    out = tmp_path / "lines.jsonl"
     assert bench.main([*_SMALL, "--causal", "--out", str(out)]) == 0
     lines = _lines(capsys.readouterr().out)
+    assert lines == _lines(out.read_text())
     names = ["sdpa", "sdpa + shift"]
     names += [f"block, shift {shift} (reference)" for shift in ("none", "global", "block")]
     assert [line["way"] for line in lines] == names
     assert all(line["is_right"] and line["forward_tflops"] > 0 for line in lines)
     by_name = {line["way"]: line["errors_at_k_bias_10"]["dQ"] for line in lines}
     assert by_name["sdpa"] > 5 * by_name["sdpa + shift"]
-    assert bench.main(["--plot", str(out), "--out", str(picture)]) == 0
-    assert picture.stat().st_size > 1000
 
 
 def test_what_is_not_accurate_gets_no_time_and_fails_the_run(capsys, monkeypatch):

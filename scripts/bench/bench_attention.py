@@ -3,7 +3,6 @@
 """Measures attention with and without PASA's shift: accuracy first, then time. JSON lines.
 
     python -m scripts.bench.bench_attention [--lengths 1024 4096] [--dtype bf16] [--out FILE]
-    python -m scripts.bench.bench_attention --plot results.jsonl --out picture.png
 
 Every way is first measured against fp64 on biased keys. Where its error is above the tolerance, its
 line has "is_right": false, and no time is measured. TFLOPS count 4 B H S T D per forward, half of
@@ -25,8 +24,7 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
-from megatron_asynchzp.commands import styles
-from scripts.report.records import append, read
+from scripts.report.records import append
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -168,25 +166,6 @@ def _device_name(options) -> str:
     return torch.cuda.get_device_name() if options.device == "cuda" else options.device
 
 
-def draw(lines: list[dict], path: Path) -> None:
-    figure = styles.new_figure(4)
-    axes = figure.subplots(1, 2)
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
-        for name in dict.fromkeys(line["way"] for line in lines):
-            points = [
-                (line["length"], line[f"{direction}_tflops"])
-                for line in lines
-                if line["way"] == name and line["is_right"]
-            ]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        styles.set_title(axis, direction)
-        axis.set(xlabel="tokens", ylabel="TFLOPS", xscale="log")
-        styles.bare(axis, grid="y")
-    axes[0].legend(frameon=False, fontsize=styles.SMALL)
-    figure.savefig(path, dpi=styles.DPI)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
@@ -201,12 +180,8 @@ def main(argv: list[str]) -> int:
         "--tune", action="store_true", help="let the kernels try their tiles first: minutes"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw those instead")
-    parser.add_argument("--out", type=Path, help="a file besides the screen, or the picture")
+    parser.add_argument("--out", type=Path, help="a file besides the screen")
     options = parser.parse_args(argv)
-    if options.plot:
-        draw(read([options.plot]), options.out or options.plot.with_suffix(".png"))
-        return 0
     is_right = True
     for line in bench(options):
         is_right = is_right and line["is_right"]

@@ -4,10 +4,6 @@
 hierarchical baseline, on the modelled network, all in turns. Prints a table; JSON lines with --out.
 
     python -m scripts.bench.bench_schedules --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
-    python -m scripts.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
-        python -m scripts.bench.bench_schedules --profile unlimited
-
-The first starts its ranks itself; the second is each of the ranks that a launcher has started.
 """
 
 import argparse
@@ -30,7 +26,6 @@ from rich.table import Table
 from megatron_asynchzp.comm.timeline import captured_trace
 from scripts.report.records import append
 from scripts.report.records import replace as replace_records
-from scripts.testbed import fabric
 from scripts.testbed.contenders.delayed_model import ModelSize
 from scripts.testbed.contenders.systems import SYSTEMS, Engine, System
 from scripts.testbed.counters import total
@@ -42,7 +37,6 @@ from scripts.testbed.machine import machine, machine_record, versions
 from scripts.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
 from scripts.testbed.ranks import Cluster
 
-_LAUNCHED = "RANK" in os.environ
 LOSS_STEPS = 3  # compared between contenders; they also warm up
 
 
@@ -89,20 +83,11 @@ def main() -> None:
             args.traces,
         )
         console.print(f"{nodes} nodes x {args.ranks} ranks")
-        if _LAUNCHED:
-            torch.set_num_threads(1)
-            network = fabric.register(settings.profile)
-            dist.init_process_group(fabric.BACKEND)
-            results, foreign = measure(network, settings)
-        else:
-            cluster = Cluster(nodes, args.ranks, settings.profile)
-            env = {"OMP_NUM_THREADS": "1"}
-            timeout_s = args.time_limit
-            results, foreign = cluster.run(
-                measure, settings, timeout_s=timeout_s, log=None, env=env
-            )[0]
-        if int(os.environ.get("RANK", "0")) > 0:
-            return
+        cluster = Cluster(nodes, args.ranks, settings.profile)
+        env = {"OMP_NUM_THREADS": "1"}
+        results, foreign = cluster.run(
+            measure, settings, timeout_s=args.time_limit, log=None, env=env
+        )[0]
         records = [_record(settings, name, result) for name, result in results.items()]
         _check(records)  # before anything is written
         common = {"foreign_cpu": round(foreign, 3)} | place
@@ -152,11 +137,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             parser.error("--inter-gbit must be above 0")
         name = f"{args.inter_gbit:g} Gbit/s between nodes"
         args.profile = replace(args.profile, name=name, inter_gbit=args.inter_gbit)
-    if _LAUNCHED:
-        args.ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        args.nodes = [int(os.environ["WORLD_SIZE"]) // args.ranks]
-        shaped = os.environ.get("ASYNCHZP_NETNS", "")
-        args.profile = replace(args.profile, name=f"{args.profile.name} {shaped}".strip())
     return args
 
 

@@ -30,6 +30,7 @@ from scripts.bench.planner_points import (
     further_points,
     rivals,
 )
+from scripts.report import planner_table
 from scripts.report.records import append
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT, idle_foreign_share
 from scripts.testbed.machine import machine_record
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         hosts_line = {"kind": "hosts", "foreign": max(foreign)}
         hosts_line |= {name: asdict(host) for name, host in hosts.items()}
         append(asked.out, machine_record(), hosts_line, *lines, *chosen, of_all)
-    show(lines, chosen, of_all)
+    print(planner_table.testbed([*lines, *chosen, of_all]))
     return 0
 
 
@@ -186,25 +187,6 @@ def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict],
         for point in dict.fromkeys([*points, *fits])
     ]
     return lines, hosts
-
-
-def show(lines: Sequence[dict], chosen: Sequence[dict], of_all: dict) -> None:
-    for line in lines:
-        what = "fitted" if line["fitted"] else f"{line['error']:+6.1%}"
-        print(
-            f"{line['network']:30} {line['model']:5} {line['name']:44} measured "
-            f"{line['measured']:6.0f} ms, predicted {line['predicted']:6.0f}  {what}"
-        )
-    for one in chosen:
-        print(
-            f"{one['network']:30} {one['model']:5} chosen {one['chosen']:16} best "
-            f"{one['best']:16} {one['ratio']:.3f} x the best of {one['candidates']}"
-        )
-    print(
-        f"mean {of_all['mean']:.1%}, worst {of_all['worst']:.1%} of {of_all['points']} points "
-        f"(bounds {MEAN:.0%} and {WORST:.0%}); {of_all['good_choices']} of {of_all['choices']} "
-        f"choices within 2% of the best: {'holds' if of_all['holds'] else 'MISSED'}"
-    )
 
 
 if __name__ == "__main__":

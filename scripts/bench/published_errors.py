@@ -37,6 +37,7 @@ from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
+from scripts.report import planner_table
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record
 
@@ -255,23 +256,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines are appended here")
     asked = parser.parse_args(argv)
-    if asked.out is not None:
-        append(asked.out, machine_record())
+    lines: list[dict] = []
     for file in sorted(ROWS.glob("*.toml")):
-        lines = errors_of(file)
-        of_all = summary(file, lines)
-        for line in lines:
-            what = "fitted" if line["fitted"] else f"{line['error']:+.1%}"
-            print(f"{line['series']:28} {line['name']:24} {line['ranks']:5} ranks  {what}")
-        verdict = "holds" if of_all["holds"] else "MISSED"
-        print(
-            f"{of_all['title']}: mean {of_all['mean']:.1%}, worst {of_all['worst']:.1%} of "
-            f"{of_all['points']} points; bounds {of_all['mean_bound']:.0%} and "
-            f"{of_all['worst_bound']:.0%}: {verdict}\n"
-        )
-        if asked.out is not None:
-            for line in (*lines, of_all):
-                append(asked.out, line)
+        of_file = errors_of(file)
+        lines += [*of_file, summary(file, of_file)]
+    print(planner_table.markdown(lines), planner_table.misses(lines), sep="\n\n")
+    if asked.out is not None:
+        append(asked.out, machine_record(), *lines)
     return 0
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_asynchzp.comm.timeline import Span, union_s
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
@@ -91,23 +92,14 @@ def traced(step: Callable[[], Any], path: Path, is_cuda: bool) -> dict[str, floa
     if not is_cuda:
         return {}
     spans = [
-        (event.time_range.start, event.time_range.end)
+        Span("", "", event.time_range.start, event.time_range.end)
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    whole, busy = covered(spans)
-    return {"step ms": whole / 1e3, "idle part": 1.0 - busy / whole} if whole else {}
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """From the first start to the last end, and how much of that at least one span covers."""
     if not spans:
-        return 0.0, 0.0
-    busy, reached = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        busy += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return reached - min(start for start, _ in spans), busy
+        return {}
+    whole = max(span.end for span in spans) - min(span.start for span in spans)
+    return {"step ms": whole / 1e3, "idle part": 1.0 - union_s(spans) / whole}
 
 
 def plain_times(shape: ToyShape, device: torch.device, target: Target) -> dict[str, float]:

@@ -223,7 +223,7 @@ def _add_legend(figure, traces: Sequence[Trace], rows: Sequence[str]) -> None:
 
 
 def write_picture(files: Sequence[Path], output: Path) -> None:
-    """Raises ConfigurationError or ConfigurationError."""
+    """Raises ConfigurationError."""
     save_picture(make_figure([read_trace(path) for path in files]), output)
 
 

@@ -63,13 +63,10 @@ class Table(NamedTuple):
 
 class Picture(NamedTuple):
     """A PNG of docs/results: draw(record, file) writes it. record: "" where the planner computes
-    what it shows. alt, folder: for "picture FILE" in a
-    document, what it shows and the folder as seen from there."""
+    what it shows."""
 
     record: str
     draw: Callable[[Record, Path], None] | None  # None: at the record's commit
-    alt: str = ""
-    folder: str = ""
 
 
 # ---- tables: "NAME" in a document's <!-- table: NAME -->; a NAME without an entry here is
@@ -233,21 +230,12 @@ def _draw_timeline(record: Record, file: Path) -> None:
 PICTURES: dict[str, Picture] = {
     "lanes.png": Picture("", lambda _, file: lanes_picture.draw(file)),
     "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
-    "pasa_training.png": Picture(
-        "pasa_training",
-        None,
-        "Loss and gradient errors of a small GPT with biased keys and values: standard flash "
-        "attention and PASA in fp16 and bf16, against fp32",
-        "results/",
-    ),
+    "pasa_training.png": Picture("pasa_training", None),
     "timeline.png": Picture("timeline", _draw_timeline),
     "early_update.png": Picture("early_timeline", _draw_timeline),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
     "compare_pipelines.png": Picture(
-        "compare_pipelines",
-        lambda r, file: compare_front.draw(r.lines, file),
-        "Step time over peak memory of interleaved pipelines, with the front of those that nothing "
-        "beats in both",
+        "compare_pipelines", lambda r, file: compare_front.draw(r.lines, file)
     ),
 }
 
@@ -261,10 +249,6 @@ def draw_picture(name: str, file: Path) -> None:
 
 def table(name: str) -> str:
     """Markdown. Raises KeyError for an unknown name, NotRecorded without a record."""
-    if name.startswith("picture "):
-        file = name.removeprefix("picture ")
-        read_record(PICTURES[file].record)
-        return f"![{PICTURES[file].alt}]({PICTURES[file].folder}{file})"
     if name.startswith("provenance "):
         return provenance(name.removeprefix("provenance "))
     return TABLES[name].markdown(read_record(TABLES[name].record).lines)

@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 
-_TOOLS = ("unshare", "ip", "tc", "mount", "sysctl", "taskset")
+_TOOLS = ("unshare", "ip", "tc", "mount", "sysctl")
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DROPS_ALL = "blackhole"  # a queue of the kernel
 
@@ -49,11 +49,10 @@ def address(node: int) -> str:
 class Links:
     """The links of `nodes` nodes; making one makes the nodes. Once, inside private namespaces.
 
-    inter: rate of each node's link, such as 500mbit; intra: of its lo, None for no shaping.
-    Raises LinksError.
+    inter: rate of each node's link, such as 500mbit. Raises LinksError.
     """
 
-    def __init__(self, nodes: int, inter: str, intra: str | None = None):
+    def __init__(self, nodes: int, inter: str):
         self.nodes, self.inter = nodes, inter
         _run("mount -t tmpfs tmpfs /run")  # where `ip netns` keeps its names
         _run("mkdir /run/netns")
@@ -62,9 +61,9 @@ class Links:
         _run("ip -n switch link add bridge type bridge")
         _run("ip -n switch link set bridge up")
         for node in range(nodes):
-            self._make_node(node, intra)
+            self._make_node(node)
 
-    def _make_node(self, node: int, intra: str | None) -> None:
+    def _make_node(self, node: int) -> None:
         name, port = f"node{node}", f"port{node}"
         _run(f"ip netns add {name}")
         _run(f"ip link add {port} netns switch type veth peer name eth0 netns {name}")
@@ -74,8 +73,6 @@ class Links:
         _run(f"ip -n switch link set {port} master bridge up")
         _tune(name)
         self.heal(node)
-        if intra:
-            _run(f"ip netns exec {name} tc qdisc replace dev lo root {_bucket(intra)}")
 
     def heal(self, node: int) -> None:
         """The node's link is as it was made."""
