@@ -12,7 +12,8 @@ _HEAD = ["blocks", "sizes", "hardware queues"]
 
 def device_table(lines: Sequence[dict]) -> str:
     """A row for each model, sizes and number of queues, a column for each contender, in the order
-    in which they come. A cell is what all launch orders and hosts gave, least to most."""
+    in which they come. A cell is what all launch orders and hosts gave, least to most. Rows that
+    differ in their queues alone become one."""
     steps = [line for line in lines if line.get("kind") == "step"]
     contenders = list(dict.fromkeys(line["contender"] for line in steps))
     rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
@@ -23,11 +24,12 @@ def device_table(lines: Sequence[dict]) -> str:
         is_right = line.get("is_right", True)
         cell = f"{line['step_ms'] / line['floor_ms']:.2f}" if is_right else "wrong losses"
         rows.setdefault(setting, {}).setdefault(line["contender"], []).append(cell)
-    cells = [
-        [*setting, *(_spread(row.get(name, [])) for name in contenders)]
-        for setting, row in rows.items()
-    ]
-    return markdown_table([*_HEAD, *contenders], cells, num_left=3)
+    queues: dict[tuple[str, ...], list[str]] = {}
+    for (*setting, of_row), row in rows.items():
+        cells = *setting, *(_spread(row.get(name, [])) for name in contenders)
+        queues.setdefault(cells, []).append(of_row)
+    table = [[*cells[:2], ", ".join(found), *cells[2:]] for cells, found in queues.items()]
+    return markdown_table([*_HEAD, *contenders], table, num_left=3)
 
 
 def _spread(cells: Sequence[str]) -> str:

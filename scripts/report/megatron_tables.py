@@ -16,11 +16,11 @@ from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
 from megatron_asynchzp.mcore.patch import Patch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 
-DROPPED = (
+DROPPED = {
     "drop the flag",
     "drop the flag, or train without --use-asynchzp",
     "drop one of the two flags",
-)
+}
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 
 
@@ -47,22 +47,17 @@ def _file_of(patch: Patch) -> str:
 
 
 def _refusals(refusals: Sequence[Refusal]) -> list[str]:
-    """Flags with one reason share a row. The remedy that the page states above the table, to drop
-    the flag, is left out."""
-    pairs = [(f"`{r.flag}` {r.condition}".rstrip(), r.reason, _remedy(r)) for r in refusals]
-    reasons: dict[str, list[tuple[str, ...]]] = {}
-    for flags, reason, remedy in _shared(pairs):
-        reasons.setdefault(reason, []).append((flags, remedy))
-    rows = (
-        (", ".join(flags), reason, "; ".join(filter(None, remedies)))
-        for reason, found in reasons.items()
-        for flags, remedies in [zip(*found, strict=True)]
-    )
+    """Flags with one reason share a row. A remedy that the page states above the table, to drop
+    the flag, is left out where a row has no other."""
+    reasons: dict[str, list[Refusal]] = {}
+    for refusal in refusals:
+        reasons.setdefault(refusal.reason, []).append(refusal)
+    rows = []
+    for reason, found in reasons.items():
+        flags = ", ".join(f"`{one.flag}` {one.condition}".rstrip() for one in found)
+        remedies = dict.fromkeys(one.remedy for one in found)
+        rows.append((flags, reason, "" if remedies.keys() <= DROPPED else "; ".join(remedies)))
     return _table(("flag", "reason", "instead"), rows)
-
-
-def _remedy(refusal: Refusal) -> str:
-    return "" if refusal.remedy in DROPPED else refusal.remedy
 
 
 def _normalisations(rules: Sequence[Normalisation]) -> list[str]:

@@ -35,7 +35,6 @@ _MOST_CHARACTERS = 130
 RECORDED = {
     "bit flips": "bit_flips",
     "checkpoints": "checkpoints",
-    "clusters": "clusters",
     "device faults": "device_faults",
     "early update": "early_update",
     "grad wire": "grad_wire",
