@@ -47,14 +47,13 @@ def ends(lines: Sequence[dict], program: str, is_explained: bool = True) -> str:
             [
                 f"{fault}: {FAULTS[fault]}" if is_explained else fault,
                 str(len(here)),
-                str(sum(not line["faults"] for line in here)),
                 str(printed),
                 f"{sum(asked)} of {len(asked)}" if asked else "",
                 str(went_on),
                 _slowest_over(here),
             ]
         )
-    head = ["fault", "cells", "good", "lines", "name who is missing", "went on", "slowest end, s"]
+    head = ["fault", "cells", "lines", "name who is missing", "went on", "slowest end, s"]
     return markdown_table(head, rows)
 
 

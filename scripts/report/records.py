@@ -18,7 +18,7 @@ EXPECTED = {
     *("census", "checkpoints", "clusters", "compare", "compare unlimited", "host_cost"),
     *("mutants", "parity", "early_update", "early_timeline"),
     *("pasa_accuracy", "pasa_kernels", "pasa_training", "peaks", "pipeline", "planner_published"),
-    *("planner_testbed", "device_schedules", "device_cost", "device_faults", "versions"),
+    *("planner_testbed", "device_schedules", "device_faults", "versions"),
     *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon", "compare_pipelines", "unequal_lengths", "weight_deltas"),
     *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes", "scale"),
