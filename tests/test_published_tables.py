@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and records on some measurements: who is on the front, what is refused, what differs."""
 
-import json
-
 import pytest
 
 from scripts.report import compare_front, figures, schedule_grid
 from scripts.report.add_record import added
 from scripts.report.compare_rows import Row
 from scripts.report.parity_table import parity_table
-from scripts.report.records import RecordsError, read_record
+from scripts.report.records import RecordsError, append, read_record
 
 
 def test_the_front_has_whom_nobody_beats_in_both_time_and_memory():
@@ -48,12 +46,10 @@ def test_a_figure_that_a_test_sets_is_one_that_the_test_has(tmp_path):
             figures.stated(str(source), text)
 
 
-def test_a_record_names_command_and_date_once_and_no_folder_of_the_machine(tmp_path):
-    file = tmp_path / "out.jsonl"
-    output = {"command": f"python scripts/bench/x.py --out {file} --steps 3", "torch": "2.13.0+cpu"}
-    output |= {"machine": "x86_64", "cpus": 2, "python": "3.12.1"}
-    file.write_text("".join(json.dumps({"step_ms": [i]} | output) + "\n" for i in range(3)))
-    machine, *measured = added(file)
-    assert machine["command"] == "python scripts/bench/x.py --out FILE --steps 3"
-    assert machine["versions"] == {"torch": "2.13.0"} and len(machine["date"]) == 10
-    assert measured == [{"step_ms": [i]} for i in range(3)]
+def test_a_record_names_no_folder_of_the_machine(tmp_path):
+    file, machine = tmp_path / "out.jsonl", {"kind": "machine", "date": "2026-11-27"}
+    append(file, machine | {"command": f"python -m x --out {file} --steps 3"}, {"step_ms": [1]})
+    assert added(file) == (
+        [machine | {"command": "python -m x --out FILE --steps 3"}],
+        [{"step_ms": [1]}],
+    )

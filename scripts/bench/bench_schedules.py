@@ -9,7 +9,6 @@ hierarchical baseline, on the modelled network, all in turns. Prints a table; JS
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from scripts.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.fabric.network import Network
 from scripts.testbed.fabric.streams import host_waits, install_streams
-from scripts.testbed.machine import machine, machine_record, versions
+from scripts.testbed.machine import machine_record
 from scripts.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
 from scripts.testbed.ranks import Cluster
 
@@ -71,7 +70,6 @@ class Result:
 def main() -> None:
     args = parse_args(sys.argv[1:])
     console = Console(stderr=True)
-    place = machine() | versions("torch") | {"load_before": os.getloadavg()[0]}
     for nodes in args.nodes:
         settings = Settings(
             nodes,
@@ -90,9 +88,10 @@ def main() -> None:
         )[0]
         records = [_record(settings, name, result) for name, result in results.items()]
         _check(records)  # before anything is written
-        common = {"foreign_cpu": round(foreign, 3)} | place
         if args.out:
-            append(args.out, *(record | common for record in records))
+            first = [machine_record()] if nodes == args.nodes[0] else []
+            lines = (record | {"foreign_cpu": round(foreign, 3)} for record in records)
+            append(args.out, *first, *lines)
         if args.traces:
             file = args.traces / "timeline.jsonl"  # of the last of the clusters
             replace_records(file, [machine_record(), *_trace_records(settings)])

@@ -11,11 +11,9 @@ there. Ends with status 1 where a cell was not good. Needs root or user namespac
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from scripts.testbed.links import Links, unavailable, unshare
@@ -53,10 +51,11 @@ def main() -> None:
     from scripts.faults.cells import draw_cells
     from scripts.faults.run import Bench
     from scripts.report.records import append, read
+    from scripts.testbed.machine import machine_record
 
     bad = 0
     links = Links(_MOST_NODES, args.inter)
-    append(args.out, _machine())
+    append(args.out, machine_record())
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(links, args.keep or Path(temporary), args.limit)
         cells = list(draw_cells(args.seed, args.repeats, args.program))
@@ -83,18 +82,6 @@ def main() -> None:
             print("faults: all cells have run", flush=True)
     if bad:
         sys.exit(f"faults: {bad} of the cells were not good")
-
-
-def _machine() -> dict:
-    return {
-        "kind": "machine",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m scripts.faults", *sys.argv[1:]]),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: version(name).split("+")[0] for name in ("torch", "megatron-core")},
-    }
 
 
 if __name__ == "__main__":

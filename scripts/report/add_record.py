@@ -13,35 +13,20 @@ from it: tables, figures and pictures.
 import argparse
 import re
 import sys
-import time
 from pathlib import Path
 
-from scripts.report.records import EXPECTED, FOLDER, existing_file, read, replace, split
+from scripts.report.records import EXPECTED, FOLDER, Record, existing_file, read, replace, split
 
 _OUT = re.compile(r"(--out|--output|--traces|--directory) \S+")
-_LIBRARIES = ("torch", "megatron-core")
-_DROPPED = ("command", "machine", "cpus", "python", "load_before", *_LIBRARIES)
 
 
-def added(file: Path) -> list[dict]:
-    """The lines of one file, commands without folders. A benchmark that repeats its command and its
-    machine in every line gets one machine line for each command instead."""
-    lines = read([file])
-    date = time.strftime("%Y-%m-%d", time.localtime(file.stat().st_mtime))
-    machines = {line["command"]: _machine(line, date) for line in lines if "command" in line}
-    return [
-        *machines.values(),
-        *({key: line[key] for key in line if key not in _DROPPED} for line in split(lines).lines),
+def added(file: Path) -> Record:
+    """What one file holds, commands without folders."""
+    record = split(read([file]))
+    machines = [
+        line | {"command": _OUT.sub(r"\1 FILE", line["command"])} for line in record.machines
     ]
-
-
-def _machine(line: dict, date: str) -> dict:
-    command = _OUT.sub(r"\1 FILE", line["command"])
-    if line.get("kind") == "machine":
-        return line | {"command": command}
-    versions = {name: line[name].split("+")[0] for name in _LIBRARIES if name in line}
-    place = {key: line[key] for key in ("machine", "cpus", "python")}
-    return {"kind": "machine", "date": date, "command": command} | place | {"versions": versions}
+    return Record(machines, record.lines)
 
 
 def main(argv: list[str]) -> None:
@@ -49,7 +34,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("name", choices=sorted(EXPECTED - {"compare unlimited"}))
     parser.add_argument("files", nargs="+", type=existing_file)
     args = parser.parse_args(argv)
-    machines, measured = split(line for file in args.files for line in added(file))
+    records = [added(file) for file in args.files]
+    machines = [line for record in records for line in record.machines]
+    measured = [line for record in records for line in record.lines]
     replace(FOLDER / f"{args.name}.jsonl", [*machines, *measured])
 
 

@@ -9,35 +9,29 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 
-
-def machine() -> dict[str, str | int | None]:
-    """Kind of processor, number of cores, Python, and the command that was given."""
-    return {
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "command": command(),
-    }
+_PACKAGES = ("torch", "megatron-core", "deepspeed")
 
 
 def machine_record(command_line: str | None = None) -> dict:
-    """The first line of a file of records. command_line: of a script that is not Python's; else the
-    command of this process."""
-    record = {"kind": "machine", "date": time.strftime("%Y-%m-%d")} | machine()
-    if command_line is not None:
-        record["command"] = command_line
-    return record | {"versions": versions("torch", "megatron-core", "deepspeed")}
+    """The first line of a file of records: date, kind of processor, number of cores, Python,
+    versions (None for a package that is not installed). command_line: of a script that is not
+    Python's; else the command of this process."""
+    return {
+        "kind": "machine",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "command": command() if command_line is None else command_line,
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
 
 
-def versions(*packages: str) -> dict[str, str | None]:
-    """None for a package that is not installed."""
-    found: dict[str, str | None] = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+def _version(package: str) -> str | None:
+    try:
+        return version(package).split("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def command() -> str:

@@ -18,7 +18,6 @@ of recipes that failed.
 import argparse
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.gpu_check.process import run_command
 from scripts.train.census import Case, find_cases
 
 _CASES = Path("tests", "functional_tests", "test_cases")
@@ -117,22 +117,11 @@ def run(
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(ranks), "-m", "megatron_asynchzp.launch"]
         command = [*launcher, str(checkout / name), *command_line(case, folder, ranks, overrules)]
-        with tempfile.TemporaryFile("w+") as log:
-            try:
-                ended = subprocess.run(
-                    [*command, "--use-asynchzp"],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    timeout=time_limit_s,
-                )
-                status = ended.returncode
-            except subprocess.TimeoutExpired:
-                status = 124
-            log.seek(0)
-            output = log.read()
+        log = Path(folder, "log")
+        ended = run_command([*command, "--use-asynchzp"], log, time_limit_s, environment)
+        output = log.read_text(errors="replace")
     losses = {int(step): float(loss) for step, loss in _LOSS.findall(output)}
-    return Outcome(losses, output, status)
+    return Outcome(losses, output, 124 if ended.status is None else ended.status)
 
 
 def _print(recipe: str, outcome: Outcome) -> None:
