@@ -8,10 +8,10 @@ import pytest
 
 from scripts.launch_order.commands import HOST, commands_of, num_waits
 from scripts.launch_order.interleavings import Device, search
-from scripts.launch_order.planted import DEVICES, exchanges
 from scripts.launch_order.record import unmet_of
-from scripts.launch_order.recorded_steps import LAYOUTS, recorded
 from scripts.testbed.device.worlds import DeviceWorlds
+from tests.support.planted_circles import DEVICES, exchanges
+from tests.support.recorded_steps import LAYOUTS, recorded
 
 
 @pytest.mark.slow

@@ -15,11 +15,10 @@ NUM_RECORDED = 2  # param-syncs of a step end in the next one
 
 
 class Layout(NamedTuple):
-    """name: of a table's row; flags: of Megatron, or none for the library; sizes: of ours;
+    """flags: of Megatron, or none for the library; sizes: of ours;
     demands_one_queue: whether Megatron does, with CUDA_DEVICE_MAX_CONNECTIONS=1; ranks: of the
     world."""
 
-    name: str
     flags: tuple[str, ...]
     sizes: tuple[Any, ...]
     demands_one_queue: bool = False
@@ -28,17 +27,17 @@ class Layout(NamedTuple):
 
 # fmt: off
 LAYOUTS = {
-    "tensor": Layout("TP 2 x DP 2", tuple(TENSOR_PARALLEL), (2, 2, 2), demands_one_queue=True),
-    "pipeline": Layout("PP 2 interleaved x DP 2", (
+    "tensor": Layout(tuple(TENSOR_PARALLEL), (2, 2, 2), demands_one_queue=True),
+    "pipeline": Layout((
         "--num-layers", "4", "--pipeline-model-parallel-size", "2",
         "--num-layers-per-virtual-pipeline-stage", "1"), (2, 2, 2)),
-    "context": Layout("CP 2 x DP 2", ("--context-parallel-size", "2", "--use-pasa-attention"),
+    "context": Layout(("--context-parallel-size", "2", "--use-pasa-attention"),
                       (2, 2, 4), demands_one_queue=True),
-    "expert": Layout("EP 2 x DP 2", (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"),
+    "expert": Layout((*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"),
                      (2, 2, 4)),
-    "library": Layout("library", (), (2, 2, 4)),
-    "cut": Layout("library, an axis cut in two", (), (4, 4, 4, (2,))),
-    "cut-twice": Layout("library, an axis cut in three", (), (8, 8, 8, (2, 4)), ranks=8),
+    "library": Layout((), (2, 2, 4)),
+    "cut": Layout((), (4, 4, 4, (2,))),
+    "cut-twice": Layout((), (8, 8, 8, (2, 4)), ranks=8),
 }
 # fmt: on
 
