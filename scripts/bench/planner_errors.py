@@ -130,11 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE", help="JSON lines are appended here")
     add("--points", type=int, metavar="N", help="only the first N that are predicted")
-    add("--turns", type=int, default=1, metavar="N", help="measure everything so often (default 1)")
     asked = parser.parse_args(argv)
-    for name in ("points", "turns"):
-        if getattr(asked, name) is not None and getattr(asked, name) < 1:
-            parser.error(f"--{name} {getattr(asked, name)}: give a number of at least 1")
+    if asked.points is not None and asked.points < 1:
+        parser.error(f"--points {asked.points}: give a number of at least 1")
     foreign = [idle_foreign_share()]
     if foreign[0] > FOREIGN_LIMIT:
         _say(f"others use {foreign[0]:.0%} of this machine: the errors will tell little")
@@ -142,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.NamedTemporaryFile(prefix="planner_errors_", suffix=".log") as file:
         log = Path(file.name)
         try:
-            lines, hosts = measure(asked.points, asked.turns, log)
+            lines, hosts = measure(asked.points, log)
         except BaseException:
             print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
             raise
@@ -158,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict], dict[str, Host]]:
+def measure(most_points: int | None, log: Path) -> tuple[list[dict], dict[str, Host]]:
     """A record of each point, and what the machine adds."""
     hop = hop_us(NETWORKS[0], log)
     hops = Host(hop["inside"], hop["between"])
@@ -171,16 +169,13 @@ def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict],
     points = [as_fit.get(point, point) for point in points_of(hosts)]
     num_searched = len(points) - len(further_points())
     points = points[:most_points]
-    steps: dict[Point, list[float]] = {point: [] for point in points if not point.fitted}
-    _say(f"{len(steps)} configurations to measure")
-    for turn in range(turns):
-        for network in dict.fromkeys(point.network for point in steps):
-            those = [point for point in steps if point.network == network]
-            found_s = measured(network, those, log)
-            for point, steps_s in zip(those, found_s, strict=True):
-                steps[point] += steps_s
-            _say(f"turn {turn + 1} of {turns}: {network.name}: {len(those)} configurations")
-    steps |= dict(zip(fits, fit_steps, strict=True))
+    left = [point for point in points if not point.fitted]
+    _say(f"{len(left)} configurations to measure")
+    steps = dict(zip(fits, fit_steps, strict=True))
+    for network in dict.fromkeys(point.network for point in left):
+        those = [point for point in left if point.network == network]
+        steps |= zip(those, measured(network, those, log), strict=True)
+        _say(f"{network.name}: {len(those)} configurations")
     searched = set(points[:num_searched])
     lines = [
         record(point, steps[point], hosts[point.model.name]) | {"searched": point in searched}

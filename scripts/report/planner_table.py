@@ -76,7 +76,7 @@ def testbed(lines: Sequence[dict]) -> str:
         if line["kind"] in ("point", "choice"):
             found.setdefault(line["network"], []).append(line)
     head = ["cluster", "predicted steps", "measured ms", "mean error", "worst error", "choices"]
-    rows = [[name, *_cluster(of_one)] for name, of_one in found.items()]
+    rows = [[name, *_cluster(of_one)] for name, of_one in found.items() if _predicted(of_one)]
     (of_all,) = [line for line in lines if line["kind"] == "summary"]
     text = (
         f"{of_all['points']} predicted steps: mean error {of_all['mean']:.1%}, worst "
@@ -87,8 +87,12 @@ def testbed(lines: Sequence[dict]) -> str:
     return "\n".join([text, "", markdown_table([*head, "the choice over the best"], rows)])
 
 
+def _predicted(lines: Sequence[dict]) -> list[dict]:
+    return [line for line in lines if line["kind"] == "point" and not line["fitted"]]
+
+
 def _cluster(lines: Sequence[dict]) -> list[str]:
-    points = [line for line in lines if line["kind"] == "point" and not line["fitted"]]
+    points = _predicted(lines)
     ratios = [line["ratio"] for line in lines if line["kind"] == "choice"]
     measured = [line["measured"] for line in points]
     worst = max((line["error"] for line in points), key=abs)
