@@ -26,7 +26,6 @@ from megatron_asynchzp.commands import verdict as of_start
 from megatron_asynchzp.commands.pretended_world import DEFAULT_SCRIPT, fewest_ranks, patch_megatron
 from megatron_asynchzp.commands.recipes import Flags, read_command, without_flag
 from megatron_asynchzp.errors import ConfigurationError
-from scripts.report.records import replace
 from scripts.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8
@@ -231,7 +230,7 @@ def main(argv: list[str]) -> int:
     print(report(verdicts, asked.cases))
     if asked.out:
         lines = [machine_record(), *map(as_record, verdicts)]
-        replace(asked.out, lines)
+        asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 
