@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for all tests: those marked gpu are skipped, with the reason, where there is none;
 Ctrl-C, which some send to what they start, is not ignored; ranks find Megatron imported; every
-process computes on one thread; and the collector looks at what tests make alone."""
+process computes on one thread; the collector looks at what tests make alone; and no generated case
+has a time limit, which a busy machine misses."""
 
 import os
 import signal
 
+import hypothesis
 import pytest
 
 from scripts.testbed import ranks
@@ -16,6 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several processes share the cores: threads that wait for each other would take them in turn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ranks.preload(["scripts.testbed.preload_megatron"])
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,7 +41,7 @@ def write_files(folder: Path, documents: list[bytes]) -> list[str]:
     return [str(path) for path in paths]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(documents=st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=8))
 def test_what_the_dataset_reads_back_is_what_went_in(documents, tmp_path_factory):
     prefix = tmp_path_factory.mktemp("data") / "corpus"

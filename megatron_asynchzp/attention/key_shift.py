@@ -20,16 +20,14 @@ SNAP_RATIO = 0.25
 
 
 class SnapRule(Enum):
-    """Rule for the channels of a block that are shifted, and for the grid of the shift.
+    """Rule for the channels of a block that are shifted, by their mean on the grid of its largest
+    key. k - c is rounded to the dtype of k: on that grid it is exact for keys near c, and keys near
+    zero may need more bits than there are.
 
-    k - c is rounded to the dtype of k. With c on the grid of the block's largest key it is exact
-    for keys near c; keys near zero may need more bits than there are.
-    NONE: every channel, by its mean as it is.
-    RATIO: on the grid, and only where the mean is at least SNAP_RATIO of the largest key.
-    LOSSLESS: on the grid, and only where k - c is exact for every key of the block.
+    RATIO: those whose mean is at least SNAP_RATIO of the largest key.
+    LOSSLESS: those where k - c is exact for every key of the block.
     """
 
-    NONE = "none"
     RATIO = "ratio"
     LOSSLESS = "lossless"
 
@@ -70,11 +68,10 @@ def shift_keys(
     k_BGTD: torch.Tensor,
     block_size: int | None = None,
     *,
-    beta: float = 1.0,
     rule: SnapRule = SnapRule.LOSSLESS,
     used_BT: torch.Tensor | None = None,
 ) -> ShiftedKeys:
-    """Take beta x its mean off every block of `block_size` keys (None: off all keys at once).
+    """Take its mean off every block of `block_size` keys (None: off all keys at once).
 
     used_BT: [B or 1, T] bool; other keys become zeros and do not count: what a padded slot
     holds, inf included, affects no output. Means are taken in fp32, or fp64 for fp64 keys.
@@ -87,13 +84,9 @@ def shift_keys(
         k_BGTD = zero_unused(k_BGTD, used_BT)
     with torch.no_grad():
         shift_BGJD, mean_BG1D = _means(k_BGTD, used_BT, block_size, wide)
-        shift_BGJD *= beta
-        if rule is not SnapRule.NONE:
-            shift_BGJD = _snap(shift_BGJD, _blocks(k_BGTD.detach(), block_size), rule)
-            # On the grid of k the shift is a number of k's dtype: nothing is widened.
-            per_key_BGTD = _per_key(shift_BGJD.to(k_BGTD.dtype), block_size, num_keys)
-        else:
-            per_key_BGTD = _per_key(shift_BGJD, block_size, num_keys)
+        shift_BGJD = _snap(shift_BGJD, _blocks(k_BGTD.detach(), block_size), rule)
+        # On the grid of k the shift is a number of k's dtype: nothing is widened.
+        per_key_BGTD = _per_key(shift_BGJD.to(k_BGTD.dtype), block_size, num_keys)
     keys_BGTD = (k_BGTD - per_key_BGTD).to(k_BGTD.dtype)
     return ShiftedKeys(keys_BGTD, shift_BGJD, mean_BG1D, block_size)
 
@@ -122,17 +115,6 @@ def shift_values(v_BGTE: torch.Tensor, used_BT: torch.Tensor | None = None) -> S
     rounding with it, then has the size of v's spread and not of its bias."""
     values, shift_BG1E, _, _ = shift_keys(v_BGTE, rule=SnapRule.RATIO, used_BT=used_BT)
     return ShiftedValues(values, shift_BG1E.to(v_BGTE.dtype))
-
-
-def centred_only(k_BGTD: torch.Tensor, used_BT: torch.Tensor | None = None) -> ShiftedKeys:
-    """Keys as they are, with their mean: nothing is taken off, but dQ is still centred by the row
-    sums of dS (see ShiftedKeys.gradient_shift_BGJD)."""
-    if used_BT is not None:
-        k_BGTD = zero_unused(k_BGTD, used_BT)
-    wide = torch.float64 if k_BGTD.dtype == torch.float64 else torch.float32
-    with torch.no_grad():
-        mean_BG1D = _means(k_BGTD, used_BT, k_BGTD.shape[2], wide)[1]
-    return ShiftedKeys(k_BGTD, torch.zeros_like(mean_BG1D), mean_BG1D, k_BGTD.shape[2])
 
 
 def zero_unused(x_BGTD: torch.Tensor, used_BT: torch.Tensor) -> torch.Tensor:

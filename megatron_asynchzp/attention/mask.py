@@ -11,20 +11,19 @@ import torch
 
 
 class KeyRanges(NamedTuple):
-    """Query i attends the keys start_BS[.., i] <= j < stop_BS[.., i]: int32, [1 or B, S].
+    """Query i attends the keys start_S[i] <= j < stop_S[i]: int32, [S].
 
     Neither ever falls from one query to the next, so the queries of a key are a range as well.
     """
 
-    start_BS: torch.Tensor
-    stop_BS: torch.Tensor
+    start_S: torch.Tensor
+    stop_S: torch.Tensor
 
     def transposed(self, num_keys: int) -> "KeyRanges":
-        """Per key the range of queries that covers all who attend it: int32, [1 or B, T]."""
-        keys = torch.arange(num_keys, dtype=torch.int32, device=self.start_BS.device)
-        keys_BT = keys.expand(self.start_BS.shape[0], -1).contiguous()
-        first = torch.searchsorted(self.stop_BS, keys_BT, right=True, out_int32=True)
-        last = torch.searchsorted(self.start_BS, keys_BT, right=True, out_int32=True)
+        """Per key the range of queries that covers all who attend it: int32, [T]."""
+        keys = torch.arange(num_keys, dtype=torch.int32, device=self.start_S.device)
+        first = torch.searchsorted(self.stop_S, keys, right=True, out_int32=True)
+        last = torch.searchsorted(self.start_S, keys, right=True, out_int32=True)
         return KeyRanges(first, torch.maximum(first, last))
 
 
@@ -67,7 +66,6 @@ class AttentionMask:
         last query sees the last key).
     window: how many keys to the left and right of that diagonal; -1 is no limit.
     packed: sequences that must not see each other; batch size 1.
-    key_lengths_B: keys of a batch element that are real; the rest is padding at the end.
     chunks: (queries, keys) of chunks of consecutive queries: each has its diagonal end at that many
         keys and sees no further, as if it were alone with them. Keys may not become fewer from one
         chunk to the next. (Ranks of context parallelism hold an early and a late chunk.)
@@ -81,13 +79,10 @@ class AttentionMask:
     is_causal: bool = False
     window: tuple[int, int] | None = None
     packed: PackedSequences | None = None
-    key_lengths_B: torch.Tensor | None = None
     chunks: tuple[tuple[int, int], ...] = ()
     allowed: torch.Tensor | None = None
 
     def __post_init__(self):
-        if self.packed is not None and self.key_lengths_B is not None:
-            raise ValueError("packed sequences have their own lengths; drop key_lengths_B")
         if self.chunks:
             queries, keys = zip(*self.chunks, strict=True)
             if sum(queries) != self.num_queries or sorted(keys) != list(keys):
@@ -110,11 +105,7 @@ class AttentionMask:
     @property
     def has_unused_keys(self) -> bool:
         """Whether some keys may be attended by no query: their memory may hold anything."""
-        return (
-            self.key_lengths_B is not None
-            or self.allowed is not None
-            or (self.packed is not None and self.packed.has_padding)
-        )
+        return self.allowed is not None or (self.packed is not None and self.packed.has_padding)
 
     @property
     def left_and_right(self) -> tuple[int, int]:
@@ -151,16 +142,13 @@ class AttentionMask:
         else:
             first, is_real = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
             diagonal, keys = self._chunk_diagonals(rows)
-        if self.key_lengths_B is not None:
-            keys = torch.minimum(keys, self.key_lengths_B.to(device).long()[:, None])
         left, right = self.left_and_right
         zero = torch.zeros_like(rows)
         start = zero if left < 0 else (diagonal - left).clamp(min=0)
         stop = keys if right < 0 else torch.minimum(keys, (diagonal + 1 + right).clamp(min=0))
         stop = torch.where(is_real, stop, keys)
         start = torch.where(is_real, torch.minimum(start, stop), stop)
-        start, stop = (torch.atleast_2d(first + edge).int().contiguous() for edge in (start, stop))
-        return KeyRanges(start, stop)
+        return KeyRanges((first + start).int(), (first + stop).int())
 
     def _chunk_diagonals(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Per query the last key its diagonal meets, and how many keys its chunk sees."""
@@ -195,24 +183,21 @@ class AttentionMask:
             allowed = self.allowed.to(device)
             return allowed if rest.is_full else allowed & rest.allowed_BHST(device)
         ranges = self.key_ranges(device or "cpu")
-        keys = torch.arange(self.num_keys, device=ranges.start_BS.device)
-        start, stop = ranges.start_BS[:, None, :, None], ranges.stop_BS[:, None, :, None]
-        return (start <= keys) & (keys < stop)
+        keys = torch.arange(self.num_keys, device=ranges.start_S.device)
+        start, stop = ranges.start_S[:, None], ranges.stop_S[:, None]
+        return ((start <= keys) & (keys < stop))[None, None]
 
     def served_queries_BS(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Queries that attend at least one key, [B or 1, S]."""
         if self.allowed is not None:
             return self.allowed_BHST(device).any(3)[:, 0]
         ranges = self.key_ranges(device or "cpu")
-        return ranges.start_BS < ranges.stop_BS
+        return (ranges.start_S < ranges.stop_S)[None]
 
     def used_keys_BT(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Keys that at least one query attends, [B or 1, T]. Others must not reach a mean."""
         if self.allowed is not None:
             return self.allowed_BHST(device).any(2)[:, 0]
-        if self.key_lengths_B is not None:
-            keys = torch.arange(self.num_keys, device=device)
-            return keys < self.key_lengths_B.to(device)[:, None]
         if self.packed is None or not self.packed.has_padding:
             return torch.ones(1, self.num_keys, dtype=torch.bool, device=device)
         starts, lengths = self.packed.of_keys()

@@ -88,7 +88,7 @@ def fusion_options(call: AttentionCall) -> dict:
 
 def _mask_options(mask: AttentionMask, device: torch.device) -> dict:
     left, right = mask.left_and_right
-    if mask.allowed is not None or mask.key_lengths_B is not None:
+    if mask.allowed is not None:
         return {"atten_mask": ~mask.allowed_BHST(device), "sparse_mode": _SPARSE_DEFAULT}
     if (left, right) == (-1, -1):
         return {"sparse_mode": _SPARSE_DEFAULT}

@@ -6,30 +6,16 @@ mode is the reference.
 """
 
 import os
-from typing import NamedTuple
 
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention, with_shifted_values
 from megatron_asynchzp.attention.heads import AttentionOutput
-from megatron_asynchzp.attention.key_shift import (
-    BLOCK_SIZE,
-    ShiftedKeys,
-    centred_only,
-    shift_keys,
-    zero_unused,
-)
+from megatron_asynchzp.attention.key_shift import BLOCK_SIZE, ShiftedKeys, shift_keys, zero_unused
 from megatron_asynchzp.errors import ConfigurationError, require
 
 MODES = ("delegate", "block")
-
-_SHIFT_KEYS = {
-    "block": lambda k, used_BT: shift_keys(k, BLOCK_SIZE, used_BT=used_BT),
-    "global": lambda k, used_BT: shift_keys(k, used_BT=used_BT),
-    "none": centred_only,
-}
-SHIFTS = tuple(_SHIFT_KEYS)
 
 
 def pasa_attention(
@@ -50,35 +36,18 @@ def pasa_attention(
     return with_shifted_values(call, lambda shifted: block_attention(shifted).output_BHSE)
 
 
-def block_attention(
-    call: AttentionCall,
-    *,
-    shift: str = "block",
-    is_fused: bool | None = None,
-    is_tuned: bool = False,
-) -> AttentionOutput:
+def block_attention(call: AttentionCall, *, is_fused: bool | None = None) -> AttentionOutput:
     """Block mode: the output, differentiable, and the true LSE, which is not.
 
-    shift: one of SHIFTS; block and global are exact shifts or none (SnapRule.LOSSLESS), none
-    centres dQ alone. is_fused: by the kernels or by the reference; None: by the
-    kernels where they can run. is_tuned: let the kernels choose their tiles by measurement, which
-    may change the last bits from one process to the next.
+    is_fused: by the kernels or by the reference; None: by the kernels where they can run.
     Raises ConfigurationError for dropout, which it does not have.
     """
     if call.dropout:
         raise ConfigurationError("block mode has no attention dropout; use mode delegate")
     if is_fused is None:
         is_fused = _can_fuse(call)
-    how = _How(shift, is_fused, is_tuned)
-    return AttentionOutput(
-        *_BlockAttention.apply(call.q_BHSD, call.k_BGTD, call.v_BGTE, call.mask, call.scale, how)
-    )
-
-
-class _How(NamedTuple):
-    shift: str
-    is_fused: bool
-    is_tuned: bool
+    q, k, v = call.q_BHSD, call.k_BGTD, call.v_BGTE
+    return AttentionOutput(*_BlockAttention.apply(q, k, v, call.mask, call.scale, is_fused))
 
 
 def _can_fuse(call: AttentionCall) -> bool:
@@ -96,17 +65,18 @@ class _BlockAttention(torch.autograd.Function):
     """Shifts are constants here: the derivative by a shift is zero."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale, how):
+    def forward(ctx, q, k, v, mask, scale, is_fused):
         used_BT = mask.used_keys_BT(q.device) if mask.has_unused_keys else None
-        shifted = _SHIFT_KEYS[how.shift](k, used_BT)
+        shifted = shift_keys(k, BLOCK_SIZE, used_BT=used_BT)
         v = v if used_BT is None else zero_unused(v, used_BT)
-        if how.is_fused:
+        if is_fused:
             q, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, v))
-        run = _fused_forward if how.is_fused else _reference_forward
+        run = _fused_forward if is_fused else _reference_forward
         # Only the shape of `k` is read; the computation uses the shifted keys.
-        output, lse, kept_BHS = run(AttentionCall(q, k, v, mask, scale), shifted, how)
+        output, lse, kept_BHS = run(AttentionCall(q, k, v, mask, scale), shifted)
         ctx.save_for_backward(q, v, *shifted[:3], output, kept_BHS)
-        ctx.block_size, ctx.mask, ctx.scale, ctx.how = shifted.block_size, mask, scale, how
+        ctx.block_size, ctx.mask, ctx.scale = shifted.block_size, mask, scale
+        ctx.is_fused = is_fused
         ctx.mark_non_differentiable(lse)
         return output, lse
 
@@ -115,29 +85,29 @@ class _BlockAttention(torch.autograd.Function):
         q, v, keys, shift, mean, output, kept_BHS = ctx.saved_tensors
         shifted = ShiftedKeys(keys, shift, mean, ctx.block_size)
         call = AttentionCall(q, keys, v, ctx.mask, ctx.scale)
-        run = _fused_backward if ctx.how.is_fused else _reference_backward
-        return *run(d_output, call, shifted, output, kept_BHS, ctx.how), None, None, None
+        run = _fused_backward if ctx.is_fused else _reference_backward
+        return *run(d_output, call, shifted, output, kept_BHS), None, None, None
 
 
-def _reference_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
+def _reference_forward(call: AttentionCall, shifted: ShiftedKeys):
     from megatron_asynchzp.attention.reference.block import block_forward
 
     done = block_forward(call.q_BHSD, shifted, call.v_BGTE, call.mask, call.scale)
     return *done.result, done.shifted_lse_BHS
 
 
-def _reference_backward(d_output, call: AttentionCall, shifted, output, lse_BHS, how: _How):
+def _reference_backward(d_output, call: AttentionCall, shifted, output, lse_BHS):
     from megatron_asynchzp.attention.reference.block import block_backward
 
     q, v = call.q_BHSD, call.v_BGTE
     return block_backward(d_output, q, shifted, v, output, lse_BHS, call.mask, call.scale)
 
 
-def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
+def _fused_forward(call: AttentionCall, shifted: ShiftedKeys):
     from megatron_asynchzp.attention.triton_forward import LOG2_E, fused_forward
 
     ranges = call.mask.key_ranges(call.device)
-    output, lse = fused_forward(call, shifted, ranges, is_tuned=how.is_tuned)
+    output, lse = fused_forward(call, shifted, ranges)
     repeats = call.q_BHSD.shape[1] // shifted.keys_BGTD.shape[1]
     frame_BH1D = shifted.frame_BG1D.repeat_interleave(repeats, 1)
     frame_BHS = call.scale * (call.q_BHSD.float() @ frame_BH1D.mT)[..., 0]
@@ -145,8 +115,8 @@ def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
     return output, true_lse, lse
 
 
-def _fused_backward(d_output, call: AttentionCall, shifted, output, lse_BHS, how: _How):
+def _fused_backward(d_output, call: AttentionCall, shifted, output, lse_BHS):
     from megatron_asynchzp.attention.triton_backward import fused_backward
 
     ranges = call.mask.key_ranges(call.device)
-    return fused_backward(d_output, call, shifted, output, lse_BHS, ranges, is_tuned=how.is_tuned)
+    return fused_backward(d_output, call, shifted, output, lse_BHS, ranges)

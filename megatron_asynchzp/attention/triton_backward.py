@@ -17,18 +17,12 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.heads import AttentionGradients
 from megatron_asynchzp.attention.key_shift import ShiftedKeys
 from megatron_asynchzp.attention.mask import KeyRanges
-from megatron_asynchzp.attention.triton_forward import (
-    LOG2_E,
-    precision_of,
-    range_stride,
-    shift_parts,
-)
+from megatron_asynchzp.attention.triton_forward import LOG2_E, precision_of, shift_parts
 from megatron_asynchzp.attention.triton_tiles import (
     BACKWARD_Q,
     SHIFT_BLOCK,
     SHIFT_PARTS,
     as_options,
-    autotuned,
     backward_kv_table,
     first_query,
     key_tiles,
@@ -102,7 +96,6 @@ def backward_kv_kernel(
     num_queries,
     num_keys,
     num_blocks,
-    row_range_batch,
     scale,
     scale_log2,
     DIM: tl.constexpr,
@@ -125,8 +118,6 @@ def backward_kv_kernel(
     first_key = tl.program_id(0) * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    row_first_ptr += batch.to(tl.int64) * row_range_batch
-    row_last_ptr += batch.to(tl.int64) * row_range_batch
     # Queries of the first and of the last key; those that attend both attend all between.
     end_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
     begin, inner_end = tl.load(row_first_ptr + first_key), tl.load(row_last_ptr + first_key)
@@ -225,7 +216,6 @@ def backward_q_kernel(
     num_queries,
     num_keys,
     num_blocks,
-    range_batch,
     scale,
     scale_log2,
     DIM: tl.constexpr,
@@ -249,12 +239,7 @@ def backward_q_kernel(
     is_row = rows < num_queries
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     bounds, start, stop = key_tiles(  # pyright: ignore[reportGeneralTypeIssues]
-        start_ptr + batch.to(tl.int64) * range_batch,
-        stop_ptr + batch.to(tl.int64) * range_batch,
-        rows,
-        num_queries,
-        num_keys,
-        BLOCK_N,
+        start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N
     )
     q_ptr += batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
@@ -335,8 +320,6 @@ def fused_backward(
     output_BHSE: torch.Tensor,
     lse_BHS: torch.Tensor,
     ranges: KeyRanges,
-    *,
-    is_tuned: bool = False,
 ) -> AttentionGradients:
     """Gradients of q, k and v for what fused_forward returned: output_BHSE and lse_BHS."""
     q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
@@ -371,9 +354,7 @@ def fused_backward(
 
     def launch(kernel, table, grid, *arguments):
         config = tile_config(table, max(dim, value_dim), q.dtype)
-        options = {} if is_tuned else as_options(config)
-        kernel = autotuned(kernel, config) if is_tuned else kernel
-        kernel[grid](*arguments, **constants, **options)
+        kernel[grid](*arguments, **constants, **as_options(config))
 
     launch(
         backward_kv_kernel,
@@ -385,7 +366,6 @@ def fused_backward(
         *rows_of_keys,
         *strides,
         *sizes,
-        range_stride(rows_of_keys),
         *scales,
     )
     if splits > 1:
@@ -401,7 +381,6 @@ def fused_backward(
         *ranges,
         *strides,
         *sizes,
-        range_stride(ranges),
         *scales,
     )
     return AttentionGradients(dq, dk, dv)

@@ -18,7 +18,6 @@ from megatron_asynchzp.attention.triton_tiles import (
     SHIFT_BLOCK,
     SHIFT_PARTS,
     as_options,
-    autotuned,
     first_query,
     key_tiles,
     load_parts,
@@ -56,7 +55,6 @@ def forward_kernel(
     num_queries,
     num_keys,
     num_blocks,
-    range_batch,
     scale_log2,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -77,8 +75,6 @@ def forward_kernel(
     first_row = first_query(BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    start_ptr += batch.to(tl.int64) * range_batch
-    stop_ptr += batch.to(tl.int64) * range_batch
     bounds, start, stop = key_tiles(  # pyright: ignore[reportGeneralTypeIssues]
         start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N
     )
@@ -134,13 +130,12 @@ def shift_parts(shifted: ShiftedKeys) -> torch.Tensor:
 
 
 def fused_forward(
-    call: AttentionCall, shifted: ShiftedKeys, ranges: KeyRanges, *, is_tuned: bool = False
+    call: AttentionCall, shifted: ShiftedKeys, ranges: KeyRanges
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, H, S, E], and base-2 LSE of the shifted scores [B, H, S].
 
     shifted: blocks of SHIFT_BLOCK keys, or one global shift. Channels of q, k and v must lie
         together.
-    is_tuned: choose tiles by measurement, which may change the last bits between runs.
     """
     q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
     (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape
@@ -149,18 +144,14 @@ def fused_forward(
     output = q.new_full((batch, heads, queries, value_dim), float("nan"))
     lse = q.new_full((batch, heads, queries), float("nan"), dtype=torch.float32)
     config = tile_config(FORWARD, max(dim, value_dim), q.dtype)
-    kernel, options = forward_kernel, as_options(config)
-    if is_tuned:
-        kernel, options = autotuned(forward_kernel, config), {}
-    kernel[lambda meta: (triton.cdiv(queries, meta["BLOCK_M"]), batch * heads)](
+    forward_kernel[triton.cdiv(queries, config.block_m), batch * heads](
         q,
         k,
         v,
         shift_parts(shifted),
         output,
         lse,
-        ranges.start_BS,
-        ranges.stop_BS,
+        *ranges,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -169,7 +160,6 @@ def fused_forward(
         queries,
         keys,
         shifted.shift_BGJD.shape[2],
-        range_stride(ranges),
         call.scale * LOG2_E,
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -179,14 +169,9 @@ def fused_forward(
         SHIFT_PARTS=SHIFT_PARTS,
         HAS_SHIFT=not shifted.is_global,
         PRECISION=precision_of(q.dtype),
-        **options,
+        **as_options(config),
     )
     return output, lse
-
-
-def range_stride(ranges: KeyRanges) -> int:
-    """Return the stride from one batch element's ranges to the next: 0 where all share them."""
-    return 0 if ranges.start_BS.shape[0] == 1 else ranges.start_BS.stride(0)
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -10,7 +10,6 @@ tiles are. Loads triton: import it only where a kernel is launched.
     Between `first` and `last` some query attends; within `inner` all of them do.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -62,14 +61,6 @@ BACKWARD_Q = {
 # Where every operand takes twice the memory, and for other GPUs: small and safe.
 WIDE = TileConfig(32, 32, 4, 1)
 
-_TRIED = [
-    TileConfig(m, n, warps, stages)
-    for m in (64, 128)
-    for n in (32, 64, 128)
-    for warps in (4, 8)
-    for stages in (2, 3)
-]
-
 
 def backward_kv_table(capability: tuple[int, int]) -> dict[int, TileConfig]:
     """Tiles of dK and dV on a GPU of this compute capability."""
@@ -95,21 +86,6 @@ def as_options(config: TileConfig) -> dict:
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-
-
-@cache  # the tuner remembers what it measured
-def autotuned(kernel, config: TileConfig):
-    """`kernel` tuned by measurement on the device it runs on, over _TRIED and `config`."""
-    options = [as_options(one) for one in dict.fromkeys((config, *_TRIED))]
-    configs = [
-        triton.Config(
-            {"BLOCK_M": o["BLOCK_M"], "BLOCK_N": o["BLOCK_N"]},
-            num_warps=o["num_warps"],
-            num_stages=o["num_stages"],
-        )
-        for o in options
-    ]
-    return triton.autotune(configs, key=["num_queries", "num_keys", "DIM", "HAS_SHIFT"])(kernel)
 
 
 @triton.jit

@@ -131,7 +131,7 @@ class FlashAttn:
         mask = call.mask
         if call.device.type != "cuda" or call.q_BHSD.dtype not in _HALF:
             return "it computes fp16 and bf16 on CUDA devices only"
-        if mask.allowed is not None or mask.key_lengths_B is not None:
+        if mask.allowed is not None:
             return "it has no arbitrary masks"
         if mask.packed is not None and mask.packed.has_padding:
             return "it has no padding between packed sequences"

@@ -321,11 +321,11 @@ def _set_padded_vocabulary(args: Namespace) -> None:
             del sys.modules[name]
 
 
-def _number(flags: list[str], flag: str, default: int = 1) -> int:
-    """The last value of a flag, `default` where it is not given or not a number."""
+def _number(flags: list[str], flag: str) -> int:
+    """The last value of a flag, 1 where it is not given or not a number."""
     with contextlib.suppress(ValueError, IndexError):
         return max(1, int(flags[len(flags) - flags[::-1].index(flag)]))
-    return default
+    return 1
 
 
 def fewest_ranks(flags: list[str]) -> int:

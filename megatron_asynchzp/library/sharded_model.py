@@ -102,7 +102,9 @@ def shard(
     refuse_arguments(sizes, schedule, offload)
     refuse_param_dtype(param_dtype, model)
     watch_optimizers()
-    where = torch.device(device) if device is not None else _usual_device()
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    where = torch.device(device)
     there = where if is_meta(model) else next(model.parameters(), torch.empty(0)).device
     refuse_other_arguments(
         model,
@@ -116,10 +118,6 @@ def shard(
     )
     runtime = runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
     return ShardedModel(model, runtime, new_optimizer, group, offload)
-
-
-def _usual_device() -> torch.device:
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":

@@ -44,8 +44,10 @@ def compare_replicas(
             param_size = groups.topology.sizes.param
             holders = [one for one in groups.all_reduce_axes if one.axis.stride >= param_size]
             copies = groups.replica_sync
-            found += _differing("parameters", units, _param_shard, holders)
-            found += _differing("main parameters", trained, _main_shard, copies)
+            found += _differing("parameters", units, lambda one: [one.model_param.storage], holders)
+            found += _differing(
+                "main parameters", trained, lambda one: [one.main_param.storage], copies
+            )
             found += _differing("optimizer states", trained, moments_of, copies)
     # The others would wait for the ranks that see a difference.
     num_found = torch.tensor(len(found), device=runtimes[0].units[0].device)
@@ -60,14 +62,6 @@ def compare_replicas(
         f"after step {step} replicas differ: {first}{more}; a bit has changed in memory or on the "
         "wire: go on from an earlier checkpoint, and test the devices of these ranks"
     )
-
-
-def _param_shard(unit: HZPUnit) -> Sequence[torch.Tensor]:
-    return [unit.model_param.storage]
-
-
-def _main_shard(unit: HZPUnit) -> Sequence[torch.Tensor]:
-    return [unit.main_param.storage]
 
 
 def _differing(

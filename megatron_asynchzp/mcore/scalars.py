@@ -15,13 +15,9 @@ def write_scalars(communication: Communication, report: CommReport) -> None:
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if tensorboard or wandb:
-        values = scalars_of(communication, report)
-        write_to(tensorboard, wandb, values, communication.driver.step)
-
-
-def write_to(tensorboard: Any, wandb: Any, scalars: dict[str, float], step: int) -> None:
-    """Either writer may be None."""
+    if not (tensorboard or wandb):
+        return
+    step, scalars = communication.driver.step, scalars_of(communication, report)
     if tensorboard:
         for tag, value in scalars.items():
             tensorboard.add_scalar(tag, value, step)

@@ -63,7 +63,8 @@ class Held:
                 raise ValueError(f"{what} parallel size {product} does not divide {ranks} ranks")
         self.plan.sizes.check(self.dense_ranks)
 
-    def _once[Value](self, key: object, make: Callable[[], Value]) -> Value:
+    def once[Value](self, key: object, make: Callable[[], Value]) -> Value:
+        """What is known by `key`, or else made now."""
         if key not in self.known:
             self.known[key] = make()
         return self.known[key]
@@ -107,7 +108,7 @@ class Held:
                 for stage in range(plan.parallel.pp)
             )
 
-        return self._once(("units", plan.parallel, plan.batch), make)
+        return self.once(("units", plan.parallel, plan.batch), make)
 
     def padded(self, unit: Unit) -> int:
         return self.groups[unit.group].padded(unit.aligned_numel)
@@ -149,7 +150,7 @@ class Held:
             return need
 
         is_seated = unit.kind in self.plan.seated and group.sizes.param > 1
-        return replace(self._once(key, make), layer=unit.layer, is_seated=is_seated)
+        return replace(self.once(key, make), layer=unit.layer, is_seated=is_seated)
 
     # ---- memory
 
@@ -163,16 +164,16 @@ class Held:
         Raises ConfigurationError for a budget of memory in flight below what one layer needs."""
         plan, schedule = self.plan, self.plan.schedule
         key = (plan.parallel, plan.sizes, plan.expert_sizes, stage)
-        at_rest, whole, away = self._once(
+        at_rest, whole, away = self.once(
             ("states", *key, plan.moments, plan.offload), lambda: self._states(stage)
         )
-        flying = self._once(("flying", *key, plan.wire, schedule), lambda: self.in_flight_of(stage))
+        flying = self.once(("flying", *key, plan.wire, schedule), lambda: self.in_flight_of(stage))
         key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
-        kept = self._once(key, lambda: stage_activations(self.setting, stage))
+        kept = self.once(key, lambda: stage_activations(self.setting, stage))
         copies = self._copies(stage) if plan.is_on_cpu else None
         preview = max(map(self._preview_nbytes, self.units[stage]), default=0.0)
         key = ("quantised", plan.parallel, stage)
-        quantised = self._once(key, lambda: sum(map(self._quantised_numel, self.units[stage])))
+        quantised = self.once(key, lambda: sum(map(self._quantised_numel, self.units[stage])))
         return Memory.of_rank(
             at_rest,
             flying,

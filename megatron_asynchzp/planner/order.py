@@ -48,6 +48,7 @@ class StepOrder:
     overlaps_params: whether it begins before all parameter shards are rebuilt, as the engine's.
 
     actions: see Action.
+    grad_syncs: of each unit, by index.
     waits: what the optimizer waits for at the end, by index.
     """
 
@@ -64,7 +65,7 @@ class StepOrder:
         self._phase = -1
         self._last_compute: int | None = None
         self._last_reduction: dict[int, int] = {}
-        self._grad_syncs: dict[int, int] = {}
+        self.grad_syncs: dict[int, int] = {}
         self.kept_params = self.kept_grads = None
         self.shared_params: MemoryMap[_Mark] | None = None
         if budget := schedule.keep_params_nbytes:
@@ -94,9 +95,9 @@ class StepOrder:
         self._phase = len(phases)
         for chunk in self._chunks:
             for unit in chunk.units:
-                if units[unit].is_trained and unit not in self._grad_syncs:
+                if units[unit].is_trained and unit not in self.grad_syncs:
                     self.start_grad_sync(unit)
-        self.waits = list(self._last_reduction.values()) + list(self._grad_syncs.values())
+        self.waits = list(self._last_reduction.values()) + list(self.grad_syncs.values())
         self.waits += [preview for chunk in self._chunks for preview in chunk.params.previews]
 
     # ---- for the chunks
@@ -130,10 +131,7 @@ class StepOrder:
 
     def start_grad_sync(self, unit: int) -> None:
         after = (self._last_compute, self._last_reduction.get(unit))
-        self._grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
-
-    def grad_sync_of(self, unit: int) -> int:
-        return self._grad_syncs[unit]
+        self.grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
 
     @property
     def last_compute(self) -> int | None:
@@ -213,7 +211,7 @@ class _Params(ParamsInFlight[int, _Mark, int]):
 
     def start_preview(self, unit: int) -> None:
         gathered = self._gathered.get(unit)
-        after = (self._order.grad_sync_of(unit), None if gathered is None else gathered.held)
+        after = (self._order.grad_syncs[unit], None if gathered is None else gathered.held)
         self.previews.append(self._order.submit(PARAM_SYNC, unit, after))
 
 

@@ -140,66 +140,59 @@ class Outcome:
         return next(plain, light[0])
 
 
-class _Bounds:
-    """Lower bounds of steps, from what does not depend on the order: much is equal between plans.
+def _bounds_of(costing: Costing) -> tuple[float, float]:
+    """Return a lower bound of a step, and an estimate of it, in seconds, from what does not depend
+    on the order: much is equal between plans.
 
     A step is no shorter than what a rank computes, and than what each link and each lane carries.
     """
+    plan = costing.plan
+    parallel, schedule, count = plan.parallel, plan.schedule, plan.batch.num_micro_batches
+    compute = costing.once(
+        ("computing", parallel, plan.batch, plan.recompute), lambda: _computing_s(costing)
+    )
+    keeps = schedule.keep_params_nbytes > 0, schedule.keep_grads_nbytes > 0
+    carried = costing.once(
+        ("carried", parallel, plan.sizes, plan.wire, schedule.grad_slot_nbytes, keeps),
+        lambda: [one for stage in range(parallel.pp) for one in _carried(costing, stage, *keeps)],
+    )
+    worst = max((count * each + once for each, once in carried), default=0.0)
+    ends = max((once for _, once in carried), default=0.0)
+    bubble = (parallel.pp - 1) / parallel.virtual * compute
+    busy = count * compute + bubble
+    bound = max(busy, worst)
+    # What a step carries once is hidden behind one backward and one forward at best; of the
+    # rest the first unit and the last wait.
+    estimate = max(bound, busy + max(0.0, ends - compute)) + 0.02 * worst / count
+    return bound, estimate
 
-    def __init__(self, space: Space):
-        self._space = space
-        self._compute: dict[object, float] = {}
-        self._carriers: dict[object, list[list[tuple[float, float]]]] = {}
 
-    def of(self, costing: Costing) -> tuple[float, float]:
-        """The bound of a step, and an estimate of it, in seconds."""
-        plan = costing.plan
-        parallel, count = plan.parallel, plan.batch.num_micro_batches
-        key = (parallel, plan.batch, plan.recompute)
-        if key not in self._compute:
-            times = (map(costing.compute.of_unit, units) for units in costing.units)
-            self._compute[key] = max(sum(map(sum, of_stage)) for of_stage in times)
-        compute = self._compute[key]
-        keeps = plan.schedule.keep_params_nbytes > 0, plan.schedule.keep_grads_nbytes > 0
-        key = (parallel, plan.sizes, plan.wire, plan.schedule.grad_slot_nbytes, keeps)
-        if key not in self._carriers:
-            self._carriers[key] = [
-                self._carried(costing, stage, keeps) for stage in range(parallel.pp)
-            ]
-        worst = ends = 0.0
-        for of_stage in self._carriers[key]:
-            for each, once in of_stage:
-                worst = max(worst, count * each + once)
-                ends = max(ends, once)
-        bubble = (parallel.pp - 1) / parallel.virtual * compute
-        busy = count * compute + bubble
-        bound = max(busy, worst)
-        # What a step carries once is hidden behind one backward and one forward at best; of the
-        # rest the first unit and the last wait.
-        estimate = max(bound, busy + max(0.0, ends - compute)) + 0.02 * worst / count
-        return bound, estimate
+def _computing_s(costing: Costing) -> float:
+    """Return the seconds that the busiest stage computes for a micro-batch."""
+    times = (map(costing.compute.of_unit, units) for units in costing.units)
+    return max(sum(map(sum, of_stage)) for of_stage in times)
 
-    def _carried(
-        self, costing: Costing, stage: int, keeps: tuple[bool, bool]
-    ) -> list[tuple[float, float]]:
-        """Return the seconds of each link, and of each lane, whose operations and latencies follow
-        each other: for each micro-batch, and once in a step. keeps: parameters, and gradients."""
-        # With a budget as little as once in a step.
-        keeps_params, keeps_grads = keeps
-        times = {
-            GATHER: (0, 1) if keeps_params else (2, 0),
-            REDUCE: (0, 1) if keeps_grads else (1, 0),
-            GRAD_SYNC: (0, 1),
-            PARAM_SYNC: (0, 1),
-        }
-        each, once = defaultdict[str | int, float](float), defaultdict[str | int, float](float)
-        for cost in costing.communication(stage):
-            for lane, (often, rarely) in times.items():
-                for link, busy_s, latency_s in cost[lane]:
-                    for carrier, seconds in ((link, busy_s), (lane, busy_s + latency_s)):
-                        each[carrier] += often * seconds
-                        once[carrier] += rarely * seconds
-        return [(each[carrier], once[carrier]) for carrier in each]
+
+def _carried(
+    costing: Costing, stage: int, keeps_params: bool, keeps_grads: bool
+) -> list[tuple[float, float]]:
+    """Return the seconds of each link, and of each lane, whose operations and latencies follow
+    each other: for each micro-batch, and once in a step."""
+    # With a budget as little as once in a step.
+    times = {
+        GATHER: (0, 1) if keeps_params else (2, 0),
+        REDUCE: (0, 1) if keeps_grads else (1, 0),
+        GRAD_SYNC: (0, 1),
+        PARAM_SYNC: (0, 1),
+    }
+    each, once = defaultdict[str | int, float](float), defaultdict[str | int, float](float)
+    for cost in costing.communication(stage):
+        for lane, (often, rarely) in times.items():
+            for link, busy_s, latency_s in cost[lane]:
+                for carrier, seconds in ((link, busy_s), (lane, busy_s + latency_s)):
+                    each[carrier] += often * seconds
+                    once[carrier] += rarely * seconds
+    return [(each[carrier], once[carrier]) for carrier in each]
 
 
 Progress = Callable[[str, int, int], None]
@@ -211,7 +204,6 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
 
     Raises ConfigurationError where the memory in flight that is allowed is too little for any.
     """
-    bounds = _Bounds(space)
     rated: list[tuple[float, float, Costing]] = []
     too_large: list[tuple[float, Costing]] = []
     smallest: Costing | None = None
@@ -223,7 +215,7 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
         if not costing.has_room:
             refused.append(costing)
             continue
-        bound, estimate = bounds.of(costing)
+        bound, estimate = _bounds_of(costing)
         if smallest is None or costing.memory.total < smallest.memory.total:
             smallest = costing
         if costing.fits:
@@ -256,7 +248,10 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
         ranked = _ranked(simulated)
     return Outcome(
         tuple(ranked),
-        {name: _fastest(ranked, name) for name in ("ZeRO-3", "HSDP", "distributed optimizer")},
+        {
+            name: next((one for one in ranked if one.scheme == name), None)
+            for name in ("ZeRO-3", "HSDP", "distributed optimizer")
+        },
         len(every),
         num_fitting,
         len(simulated),
@@ -311,10 +306,6 @@ def _ranked(simulated: Iterable[Candidate]) -> list[Candidate]:
         plan = one.plan
         best_depth.setdefault((plan.sizes, plan.parallel, plan.batch, plan.recompute), one)
     return list(best_depth.values())
-
-
-def _fastest(ranked: Sequence[Candidate], scheme: str) -> Candidate | None:
-    return next((one for one in ranked if one.scheme == scheme), None)
 
 
 def _missed(

@@ -14,16 +14,19 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from math import isfinite
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
+from megatron_asynchzp.attention.pasa import block_attention
 from scripts.report.records import append
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 
@@ -34,6 +37,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = {"fp16": 1e-3, "bf16": 8e-3, "fp32": 1e-5}
 K_BIAS = 10.0
 _MORE = 2
+# Queries and keys of a tile, warps and stages, see triton_tiles.
+_TRIED = tuple(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
 # Dense peak of the matrix units, TFLOPS, for the roofline.
 PEAK = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
@@ -48,8 +53,8 @@ class Way:
     run: Callable[[AttentionCall], torch.Tensor]
 
 
-def ways(call: AttentionCall, is_tuned: bool = False) -> Iterator[Way]:
-    """Everything that can compute `call` here. is_tuned: the kernels try their tiles."""
+def ways(call: AttentionCall) -> Iterator[Way]:
+    """Everything that can compute `call` here."""
     for vendor in VENDORS:
         if vendor.reason_against(call) is None:
             yield Way(vendor.name, False, vendor.run)
@@ -59,16 +64,11 @@ def ways(call: AttentionCall, is_tuned: bool = False) -> Iterator[Way]:
                 lambda one, name=vendor.name: delegate_attention(one, name),
             )
     is_fused = call.device.type == "cuda"
-    is_tuned &= is_fused
-    suffix = "" if is_fused else " (reference)"
-    for shift in reversed(SHIFTS):
-        yield Way(
-            f"block, shift {shift}{suffix}",
-            True,
-            lambda one, shift=shift: (
-                block_attention(one, shift=shift, is_fused=is_fused, is_tuned=is_tuned).output_BHSE
-            ),
-        )
+    yield Way(
+        "block" if is_fused else "block (reference)",
+        True,
+        lambda one: block_attention(one, is_fused=is_fused).output_BHSE,
+    )
 
 
 def draw_call(options, length: int, bias: float, heads: int, groups: int) -> AttentionCall:
@@ -111,6 +111,27 @@ def measure(way: Way, call: AttentionCall, repetitions: int) -> dict[str, float]
     return {"forward_s": min(forward[2:]), "backward_s": min(backward[2:])}
 
 
+def tune(call: AttentionCall, options) -> None:
+    """Take for each kernel the tiles with which it is fastest, of those in the table and _TRIED."""
+    from triton.runtime.errors import OutOfResources
+
+    from megatron_asynchzp.attention import triton_tiles
+
+    way = Way("block", True, lambda one: block_attention(one, is_fused=True).output_BHSE)
+    padded = max(64, triton_tiles.padded_dim(options.head_dim))
+    capability = torch.cuda.get_device_capability()
+    for table, direction in (
+        (triton_tiles.FORWARD, "forward_s"),
+        (triton_tiles.backward_kv_table(capability), "backward_s"),
+        (triton_tiles.BACKWARD_Q, "backward_s"),
+    ):
+        times = {}
+        for tiles in dict.fromkeys((table[padded], *map(triton_tiles.TileConfig._make, _TRIED))):
+            with patch.dict(table, {padded: tiles}), suppress(OutOfResources):
+                times[tiles] = measure(way, call, options.repetitions)[direction]
+        table[padded] = min(times, key=times.__getitem__)
+
+
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -121,7 +142,9 @@ def bench(options) -> Iterator[dict]:
     errors_of: dict[str, dict[str, float]] = {}  # they do not depend on the length that is timed
     for length in options.lengths:
         call = draw_call(options, length, 0.0, options.heads, options.groups)
-        for way in ways(call, options.tune):
+        if options.tune:
+            tune(call, options)
+        for way in ways(call):
             if way.name not in errors_of:
                 errors_of[way.name] = accuracy(way, options)
             errors = errors_of[way.name]

@@ -34,6 +34,8 @@ def masks(queries: int = 70, keys: int = 90) -> dict[str, AttentionMask]:
         torch.tensor([first - 4, second - 7]),
         torch.tensor([first - 4, second - 7]),
     )
+    real = torch.tensor([keys // 2])
+    one_padded = PackedSequences(cumulative(queries), cumulative(keys), lengths_k=real)
     generator = torch.Generator().manual_seed(5)
     return {
         "full": AttentionMask(queries, keys),
@@ -51,7 +53,7 @@ def masks(queries: int = 70, keys: int = 90) -> dict[str, AttentionMask]:
             packed=PackedSequences(cumulative(second, first), cumulative(first, second)),
         ),
         "packed, padded": AttentionMask(keys, keys, is_causal=True, packed=padded),
-        "padding": AttentionMask(queries, keys, key_lengths_B=torch.tensor([keys // 2])),
+        "padding": AttentionMask(queries, keys, packed=one_padded),
         "chunks": AttentionMask(
             2 * (keys // 4),
             keys,

@@ -31,12 +31,12 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 
 
 def attend(
-    inputs: Inputs, mask: AttentionMask, scale: float, *, is_fused: bool, shift: str = "block"
+    inputs: Inputs, mask: AttentionMask, scale: float, *, is_fused: bool
 ) -> list[torch.Tensor]:
     """O, LSE, dQ, dK, dV of block mode, through autograd."""
     from megatron_asynchzp.attention.pasa import block_attention
 
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    result = block_attention(AttentionCall(*leaves, mask, scale), is_fused=is_fused, shift=shift)
+    result = block_attention(AttentionCall(*leaves, mask, scale), is_fused=is_fused)
     gradients = torch.autograd.grad(result.output_BHSE, leaves, inputs.d_output)
     return [result.output_BHSE.detach(), result.lse_BHS, *gradients]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention.heads import AttentionGradients
-from megatron_asynchzp.attention.key_shift import ShiftedKeys, centred_only, shift_keys
+from megatron_asynchzp.attention.key_shift import ShiftedKeys, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward, gemm
 from scripts.testbed.attention.exact import exact_forward
@@ -38,6 +38,11 @@ def unshifted(k: torch.Tensor) -> ShiftedKeys:
     """The control: keys as they are, so that block mode is what FlashAttention computes."""
     nothing = k.new_zeros(*k.shape[:2], 1, k.shape[3], dtype=torch.float32)
     return ShiftedKeys(k, nothing, nothing, k.shape[2])
+
+
+def centred_only(k: torch.Tensor) -> ShiftedKeys:
+    """Keys as they are, with their mean: dQ is still centred, by the row sums of dS."""
+    return unshifted(k)._replace(mean_BG1D=k.mean(2, keepdim=True, dtype=torch.float32))
 
 
 def forward(inputs: Inputs, keys: ShiftedKeys, mask=FULL, scale=SCALE):

@@ -44,11 +44,11 @@ def by_paper(inputs: Inputs, mask: AttentionMask, beta: float) -> list[torch.Ten
 
 
 def by_block(
-    inputs: Inputs, mask: AttentionMask, beta: float, is_global=False, rule=SnapRule.RATIO
+    inputs: Inputs, mask: AttentionMask, _: float, is_global=False, rule=SnapRule.RATIO
 ) -> list[torch.Tensor]:
     q, k, v, d_output = inputs
     used = mask.used_keys_BT() if mask.has_unused_keys else None
-    shifted = shift_keys(k, None if is_global else BLOCK, beta=beta, rule=rule, used_BT=used)
+    shifted = shift_keys(k, None if is_global else BLOCK, rule=rule, used_BT=used)
     with patch.object(block, "BLOCK_SIZE", BLOCK):  # of a global shift
         forward = block.block_forward(q, shifted, v, mask, SCALE)
         output, lse = forward.result.output_BHSE, forward.shifted_lse_BHS
@@ -59,7 +59,6 @@ def by_block(
 MODES = {
     "paper": by_paper,
     "block": by_block,
-    "block, not snapped": lambda *args: by_block(*args, rule=SnapRule.NONE),
     "block, lossless": lambda *args: by_block(*args, rule=SnapRule.LOSSLESS),
     "global": lambda *args: by_block(*args, is_global=True),
     "global, lossless": lambda *args: by_block(*args, is_global=True, rule=SnapRule.LOSSLESS),
@@ -115,16 +114,16 @@ def test_ranges_of_queries_per_key_cover_exactly_what_the_mask_allows(name):
     mask = MASKS[name]
     allowed = mask.allowed_BHST()[:, 0]
     ranges = mask.key_ranges()
-    assert (ranges.start_BS.diff() >= 0).all() and (ranges.stop_BS.diff() >= 0).all()
+    assert (ranges.start_S.diff() >= 0).all() and (ranges.stop_S.diff() >= 0).all()
     first, last = ranges.transposed(mask.num_keys)
-    queries = torch.arange(mask.num_queries)[None, :, None]
-    covered = (first[:, None] <= queries) & (queries < last[:, None])
+    queries = torch.arange(mask.num_queries)[:, None]
+    covered = ((first <= queries) & (queries < last))[None]
     is_used = allowed.any(1)
     assert not (allowed & ~covered).any()
     # Tight at both ends, so a kernel visits no tile for nothing.
     for b, t in is_used.nonzero().tolist():
         rows = allowed[b, :, t].nonzero()[:, 0]
-        assert (first[b, t], last[b, t]) == (rows[0], rows[-1] + 1)
+        assert (first[t], last[t]) == (rows[0], rows[-1] + 1)
     assert torch.equal(mask.used_keys_BT() | is_used, mask.used_keys_BT())
 
 

@@ -60,7 +60,7 @@ def naive(mask: AttentionMask, inputs: Inputs) -> list[torch.Tensor]:
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), inputs.d_output)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(mask=packed_masks())
 @example(mask=NOTHING_ATTENDED)
 def test_packed_sequences_are_attended_one_by_one_in_every_mode(mask):
@@ -79,7 +79,7 @@ def test_packed_sequences_are_attended_one_by_one_in_every_mode(mask):
         assert not found[0][:, :, is_empty].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.tuples(st.integers(1, 5), st.integers(0, 5)), is_causal=st.booleans(), window=WINDOWS
 )

@@ -54,7 +54,7 @@ def test_the_published_beta_misses_the_mean_gain_by_a_percent_at_128_channels():
     assert errors == pytest.approx([1.1e-3, 1.3e-3, 1.4e-2], rel=0.05)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     start=st.floats(0.5, 0.99),
     block_size=st.integers(2, 300),

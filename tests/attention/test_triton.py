@@ -11,7 +11,7 @@ import torch
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
-from tests.attention.cases import exact, growth_of_dq_error, largest_error, masks
+from tests.attention.cases import exact, growth_of_dq_error, largest_error, masks, with_garbage
 from tests.attention.interpreted import attend, interpreter
 from tests.support.selection import slow_unless
 
@@ -47,23 +47,12 @@ def test_in_fp32_the_kernels_are_softmax_attention_and_its_gradients(interpreted
         assert largest_error(one, true) < 1e-4 * true[true.isfinite()].abs().max()
 
 
-# The shift changes what is added to the scores of a block, the mask which of them count.
-GLOBAL = ("causal window", "packed, padded")
-
-
-@pytest.mark.parametrize(
-    "name, shift",
-    [
-        slow_unless(shift == "block" or name in GLOBAL, name, shift)
-        for name in MASKS
-        for shift in ("block", "global")
-    ],
-)
-def test_in_fp16_the_kernels_are_as_accurate_as_the_reference(interpreted, name, shift):
+@pytest.mark.parametrize("name", MASKS)
+def test_in_fp16_the_kernels_are_as_accurate_as_the_reference(interpreted, name):
     mask = MASKS[name]
     inputs = biased(mask, torch.float16, heads=2, groups=1)
-    found = interpreted(attend, inputs, mask, SCALE, is_fused=True, shift=shift)
-    reference = attend(inputs, mask, SCALE, is_fused=False, shift=shift)
+    found = interpreted(attend, inputs, mask, SCALE, is_fused=True)
+    reference = attend(inputs, mask, SCALE, is_fused=False)
     for one, other, true in zip(found, reference, exact(inputs, mask, SCALE), strict=True):
         assert torch.equal(one.isneginf(), true.isneginf())
         one, other, true = (x.masked_fill(x.isneginf(), 0) for x in (one, other, true))
@@ -116,25 +105,24 @@ def test_dk_and_dv_are_those_of_one_program_into_however_many_their_heads_are_di
             assert torch.equal(one, other) or (index > 2 and error <= 1.01 * of_whole + 1e-7)
 
 
-@pytest.mark.parametrize("shift", ["block", slow_unless(False, "none")])
-def test_the_kernels_dq_does_not_depend_on_the_bias_of_k(interpreted, shift):
+def test_the_kernels_dq_does_not_depend_on_the_bias_of_k(interpreted):
     mask = AttentionMask(128, 256, is_causal=True)
 
     def dq_of(inputs: Inputs, scale: float) -> torch.Tensor:
-        return interpreted(attend, inputs, mask, scale, is_fused=True, shift=shift)[2]
+        return interpreted(attend, inputs, mask, scale, is_fused=True)[2]
 
     assert growth_of_dq_error(dq_of, mask, torch.float16, dim=64, heads=1) <= 1.5
 
 
-def test_batch_elements_have_their_own_padding_and_garbage_reaches_nobody(interpreted):
-    mask = AttentionMask(60, 150, key_lengths_B=torch.tensor([150, 131]))
-    clean = biased(mask, torch.float16, batch=2, heads=2, groups=2)
-    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
-    dirty.k[1, :, 131:] = dirty.v[1, :, 131:] = float("inf")
+def test_garbage_in_padding_reaches_nobody(interpreted):
+    mask = MASKS["packed, padded"]
+    clean = biased(mask, torch.float16, heads=2, groups=2)
+    dirty = with_garbage(clean, mask, float("inf"))
     found = interpreted(attend, dirty, mask, SCALE, is_fused=True)
     true = interpreted(attend, clean, mask, SCALE, is_fused=True)
     assert all(torch.equal(one, other) for one, other in zip(found, true, strict=True))
     for one, right in zip(found, exact(clean, mask, SCALE), strict=True):
+        one, right = (x.masked_fill(x.isneginf(), 0) for x in (one, right))
         assert relative_rmse(one, right) < 2e-3
 
 
@@ -155,7 +143,7 @@ def test_layout_and_repetition_change_no_bit(interpreted):
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-def _saved_bytes(length: int, shift: str) -> int:
+def _saved_bytes(length: int) -> int:
     """What autograd keeps for the backward of `length` queries and keys."""
     mask = AttentionMask(length, length, is_causal=True)
     inputs = biased(mask, torch.float16, heads=2, groups=1, dim=16)
@@ -169,14 +157,13 @@ def _saved_bytes(length: int, shift: str) -> int:
     from megatron_asynchzp.attention.pasa import block_attention
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
-        result = block_attention(AttentionCall(q, k, v, mask, SCALE), is_fused=True, shift=shift)
+        result = block_attention(AttentionCall(q, k, v, mask, SCALE), is_fused=True)
     assert result.output_BHSE.requires_grad
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("shift", ["block", slow_unless(False, "none")])
-def test_what_is_kept_for_backward_grows_by_the_same_bytes_with_every_key(interpreted, shift):
-    kept = [interpreted(_saved_bytes, length, shift) for length in (256, 512, 1024)]
+def test_what_is_kept_for_backward_grows_by_the_same_bytes_with_every_key(interpreted):
+    kept = [interpreted(_saved_bytes, length) for length in (256, 512, 1024)]
     assert kept[2] - kept[1] == 2 * (kept[1] - kept[0]) > 0
 
 
@@ -197,14 +184,15 @@ def _far_apart(inputs: Inputs, row_stride: int) -> Inputs:
 
 def _attend_far_apart(inputs: Inputs, mask: AttentionMask, row_stride: int) -> list[torch.Tensor]:
     """O, dQ, dK, dV. Calls what autograd calls, which would make its inputs contiguous."""
-    from megatron_asynchzp.attention.key_shift import centred_only
+    from megatron_asynchzp.attention.key_shift import BLOCK_SIZE, shift_keys
     from megatron_asynchzp.attention.triton_backward import fused_backward
     from megatron_asynchzp.attention.triton_forward import fused_forward
 
     q, k, v, d_output = _far_apart(inputs, row_stride) if row_stride else inputs
     call, ranges = AttentionCall(q, k, v, mask, SCALE), mask.key_ranges()
-    output, lse = fused_forward(call, centred_only(k), ranges)
-    return [output, *fused_backward(d_output, call, centred_only(k), output, lse, ranges)]
+    keys = shift_keys(k, BLOCK_SIZE)._replace(keys_BGTD=k)
+    output, lse = fused_forward(call, keys, ranges)
+    return [output, *fused_backward(d_output, call, keys, output, lse, ranges)]
 
 
 def test_rows_more_than_2_to_31_elements_apart_are_found(interpreted):

@@ -18,7 +18,8 @@ from tests.attention.cases import cumulative, exact, masks, with_garbage
 from tests.support.selection import slow_unless
 
 SCALE = 0.21
-REFUSED = {"packed causal, more queries": "attend nothing", "packed, padded": "no padding"}
+REFUSED = {"packed causal, more queries": "attend nothing"}
+REFUSED |= dict.fromkeys(("packed, padded", "padding"), "no padding")
 MASKS = masks() | {
     "packed window": AttentionMask(
         60,
@@ -27,7 +28,9 @@ MASKS = masks() | {
         window=(7, -1),
         packed=PackedSequences(cumulative(20, 40), cumulative(20, 40)),
     ),
-    "padding, causal": AttentionMask(40, 40, is_causal=True, key_lengths_B=torch.tensor([25])),
+    "padding, causal": AttentionMask(
+        40, 40, is_causal=True, allowed=(torch.arange(40) < 25).expand(1, 1, 40, 40)
+    ),
 }
 # Both round alike; which of the two is nearer by a tenth is chance.
 ROUNDING = 1.1

@@ -163,7 +163,7 @@ costs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(costs, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_a_step_is_between_its_busiest_part_and_the_sum_of_all(cost, units, batches, stages, depth):
     step = step_of(units, cost, batches, stages, ScheduleConfig(prefetch_depth=depth))
@@ -179,7 +179,7 @@ def test_a_step_is_between_its_busiest_part_and_the_sum_of_all(cost, units, batc
     assert step.step_s <= together * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(costs, st.integers(2, 6), st.integers(1, 3))
 def test_the_inline_schedule_is_never_faster(cost, units, batches):
     inline = step_of(units, cost, batches, schedule=ScheduleConfig("inline"))

@@ -187,12 +187,10 @@ def _refuse_without_optimizer(args: Namespace, choice: Choice | None, peers: Pee
             "--no-save-optim: Megatron then reads no optimizer from --load either; leave it out, "
             "or add --no-load-optim, which starts with new moments"
         )
-    if choice is not None and on_first(peers, lambda: _lacks_optimizer(choice)):
+    if choice is not None and on_first(
+        peers, lambda: getattr(_saved_args(choice), "no_save_optim", False)
+    ):
         raise ConfigurationError(f"{choice.folder} {NO_OPTIMIZER}")
-
-
-def _lacks_optimizer(choice: Choice) -> bool:
-    return bool(getattr(_saved_args(choice), "no_save_optim", False))
 
 
 def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:
@@ -229,14 +227,11 @@ def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | No
         return _load_choice(load, args, load_dir, choice)
 
 
-def _level(args: Namespace) -> VerifyLevel:
-    return VerifyLevel(getattr(args, "asynchzp_verify", VerifyLevel.FULL))
-
-
 def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
     if load_dir is None:
         return None
-    choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers, _level(args))
+    level = VerifyLevel(getattr(args, "asynchzp_verify", VerifyLevel.FULL))
+    choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers, level)
     if choice is None:
         left = on_first(peers, partial(list_unfinished, load_dir))
         log((f"{load_dir}: {one} is left of a save that was interrupted" for one in left), peers)

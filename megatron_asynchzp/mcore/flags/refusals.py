@@ -60,17 +60,10 @@ def refuse_unsupported(args: Namespace) -> None:
 # --- how the tables are written ----------------------------------------------------------------
 
 
-def given(example: str, name: str | None = None) -> Refusal:
-    """Refused where the argument holds anything but None, False, 0 and the empty list.
-
-    name: of the argument that Megatron's parser makes of it, where that is not the flag's.
-    """
-    names = {argument_of(example), name or argument_of(example)}
-    return Refusal(
-        example,
-        lambda args: any(getattr(args, name, None) for name in names),
-        is_decided_by_flag=True,
-    )
+def given(example: str) -> Refusal:
+    """Refused where the argument holds anything but None, False, 0 and the empty list."""
+    name = argument_of(example)
+    return Refusal(example, lambda args: bool(getattr(args, name, None)), is_decided_by_flag=True)
 
 
 def other_than(example: str, *allowed: object) -> Refusal:

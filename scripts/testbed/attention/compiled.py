@@ -56,7 +56,7 @@ def compiled(kernel: str, dim: int, *, sm: int, has_shift: bool, dtype: str = "f
     for index, name in enumerate(function.arg_names):
         signature[name] = _type_of(name, dtype, constants)
         # Pointers and strides of ordinary tensors are multiples of 16, as at a launch.
-        if name.endswith(("_ptr", "_batch", "_head", "_row")) and not name.endswith("range_batch"):
+        if name.endswith(("_ptr", "_batch", "_head", "_row")):
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs=constants, attrs=divisible)
     launch = {name: options[name] for name in ("num_warps", "num_stages")}
