@@ -6,7 +6,7 @@ by name.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from torch.distributed import checkpoint
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.library.trial import refuse_by_trial
 from scripts.testbed.ranks import run_ranks
+from tests.support.loops import optimizer_params
 from tests.support.selection import slow_unless
 
 SIZES = (2, 2, 4), (1, 1, 2), (2, 2, 2), (1, 1, 1)  # of 4 ranks
@@ -63,11 +64,9 @@ def sharded_heads(new: New, sizes: Sequence[int]) -> ShardedModel:
 Chosen = Callable[[int], int]
 
 
-def always_0(step: int) -> int:
-    return 0
-
-
-def plainly(new: New, chosen: Chosen = always_0, steps: int = STEPS) -> dict[str, torch.Tensor]:
+def plainly(
+    new: New, chosen: Chosen = lambda step: 0, steps: int = STEPS
+) -> dict[str, torch.Tensor]:
     """What one process trains."""
     model, world = build(), dist.get_world_size()
     optimizer = new(list(model.named_parameters()))
@@ -81,7 +80,7 @@ def plainly(new: New, chosen: Chosen = always_0, steps: int = STEPS) -> dict[str
     return dict(model.named_parameters())
 
 
-def train(sharded: ShardedModel, steps: Sequence[int], chosen: Chosen = always_0) -> None:
+def train(sharded: ShardedModel, steps: Sequence[int], chosen: Chosen = lambda step: 0) -> None:
     for step in steps:
         sharded.zero_grad()
         loss_of(sharded.model, step, dist.get_rank(), chosen(step)).backward()
@@ -255,6 +254,11 @@ def shapes_said(param: nn.Parameter) -> list[object]:
     return [said(ask) for ask in SHAPED]
 
 
+def decided_by_shapes(all_sizes: Sequence[Sequence[int]]) -> None:
+    for sizes in all_sizes:
+        made_by_shapes(sizes)
+
+
 def made_by_shapes(sizes: Sequence[int]) -> None:
     plain, kept = build(), []
 
@@ -276,11 +280,6 @@ def made_by_shapes(sizes: Sequence[int]) -> None:
             assert type(param) is not type(twos) is type(clone) is torch.Tensor
             assert param.ndim == 1 and torch.equal(twos, torch.full_like(param.data, 2.0))
             assert torch.equal(clone, param.data)
-
-
-def decided_by_shapes(all_sizes: Sequence[Sequence[int]]) -> None:
-    for sizes in all_sizes:
-        made_by_shapes(sizes)
 
 
 @pytest.mark.habit("groups by the shapes of copies, by values of parameters")
@@ -533,12 +532,8 @@ def test_a_unit_that_no_backward_reaches_is_left_out_as_in_one_process(num_ranks
 # ---- norms of a rank's part
 
 
-def params_of(sharded: ShardedModel) -> list[nn.Parameter]:
-    return [param for group in sharded.optimizer.param_groups for param in group["params"]]
-
-
 def grads_of(sharded: ShardedModel) -> list[torch.Tensor]:
-    return [param.grad for param in params_of(sharded) if param.grad is not None]
+    return [param.grad for param in optimizer_params(sharded) if param.grad is not None]
 
 
 def unscale(sharded: ShardedModel) -> None:
@@ -548,7 +543,7 @@ def unscale(sharded: ShardedModel) -> None:
 
 
 def replace(sharded: ShardedModel) -> None:
-    for param in params_of(sharded):
+    for param in optimizer_params(sharded):
         if param.grad is not None:
             param.grad = param.grad.detach().clone()
 
@@ -560,12 +555,12 @@ READERS: dict[str, Callable[[ShardedModel], object]] = {
     "a log": lambda s: [float(grad.abs().sum()) for grad in grads_of(s)],
     "replaced": replace,
     "clipped": lambda s: s.clip_grad_norm_(1e9),
-    "values": lambda s: nn.utils.clip_grad_value_(params_of(s), 1e9),
+    "values": lambda s: nn.utils.clip_grad_value_(optimizer_params(s), 1e9),
 }
 NORMS: dict[str, Callable[[ShardedModel], object]] = {
-    "clip_grad_norm_": lambda s: nn.utils.clip_grad_norm_(params_of(s), 1.0),
-    "foreach": lambda s: nn.utils.clip_grad_norm_(params_of(s), 1.0, foreach=True),
-    "inf": lambda s: nn.utils.clip_grad_norm_(params_of(s), 1.0, math.inf),
+    "clip_grad_norm_": lambda s: nn.utils.clip_grad_norm_(optimizer_params(s), 1.0),
+    "foreach": lambda s: nn.utils.clip_grad_norm_(optimizer_params(s), 1.0, foreach=True),
+    "inf": lambda s: nn.utils.clip_grad_norm_(optimizer_params(s), 1.0, math.inf),
     "get_total_norm": lambda s: nn.utils.get_total_norm(grads_of(s)),
     "a loop": lambda s: sum(grad.norm() ** 2 for grad in grads_of(s)),
     "data": lambda s: sum(grad.data.norm(2) ** 2 for grad in grads_of(s)),
@@ -596,14 +591,16 @@ def check_norms(all_sizes: Sequence[Sequence[int]]) -> None:
 
             # Also in a hook of the step, where gradients are about to be used.
             clip = sharded.optimizer.register_step_pre_hook(
-                lambda *_: nn.utils.clip_grad_norm_(params_of(sharded), 1.0)
+                lambda *_: nn.utils.clip_grad_norm_(optimizer_params(sharded), 1.0)
             )
             sharded.zero_grad()
             loss_of(sharded.model, len(READERS), dist.get_rank()).backward()
             assert "sharded.clip_grad_norm_" in refused(sharded.optimizer.step)
             clip.remove()
             # A norm that is known scales what there is.
-            nn.utils.clip_grads_with_norm_(params_of(sharded), 1e9, sharded.clip_grad_norm_(1e9))
+            nn.utils.clip_grads_with_norm_(
+                optimizer_params(sharded), 1e9, sharded.clip_grad_norm_(1e9)
+            )
             sharded.step()
             assert_same(sharded, expected, sizes)
 
@@ -632,20 +629,12 @@ def step_of(update: Callable[[torch.Tensor, dict], torch.Tensor]) -> type:
     return Own
 
 
-def trust_ratio(param: torch.Tensor, _: dict) -> torch.Tensor:  # LAMB, LARS
-    return param.grad * param.norm() / (param.grad.norm() + 1e-9)
-
-
-def mean_of_squares(param: torch.Tensor, _: dict) -> torch.Tensor:  # clips by a root mean square
-    return param.grad / param.grad.square().mean().sqrt().clamp(min=1.0)
+def root_mean_square(grad: torch.Tensor) -> torch.Tensor:
+    return grad.square().mean().sqrt()
 
 
 def centralized(param: torch.Tensor, _: dict) -> torch.Tensor:
     return param.grad - param.grad.mean(-1, keepdim=True) if param.ndim > 1 else param.grad
-
-
-def decayed_in_step(param: torch.Tensor, _: dict) -> torch.Tensor:
-    return param.grad + (0.1 * param if param.ndim >= 2 else 0)
 
 
 def largest_so_far(param: torch.Tensor, state: dict) -> torch.Tensor:
@@ -659,14 +648,6 @@ def factored_from_32(param: torch.Tensor, _: dict) -> torch.Tensor:  # Adafactor
     squares = param.grad.square()
     rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
     return param.grad / (rows * columns / squares.mean() + 1).sqrt()
-
-
-def centred_from_128(param: torch.Tensor, state: dict) -> torch.Tensor:
-    return centralized(param, state) if min(param.shape) >= 128 else param.grad
-
-
-def clipped_from_1000(param: torch.Tensor, _: dict) -> torch.Tensor:
-    return param.grad / (param.grad.square().mean().sqrt() / 1000).clamp(min=1.0)
 
 
 class Estimates(torch.optim.Optimizer):
@@ -735,13 +716,17 @@ class Believed(Holding):
 
 NOT_ELEMENTWISE = {
     "Adafactor": torch.optim.Adafactor,
-    "Own": step_of(trust_ratio),
-    "mean of squares": step_of(mean_of_squares),
+    "LAMB, LARS": step_of(lambda p, _: p.grad * p.norm() / (p.grad.norm() + 1e-9)),
+    "mean of squares": step_of(lambda p, _: p.grad / root_mean_square(p.grad).clamp(min=1.0)),
     "centralized": step_of(centralized),
-    "decayed in step": step_of(decayed_in_step),
+    "decayed in step": step_of(lambda p, _: p.grad + (0.1 * p if p.ndim >= 2 else 0)),
     "factored from 32 x 32": step_of(factored_from_32),
-    "centred from 128 x 128": step_of(centred_from_128),
-    "clipped from 1000 on": step_of(clipped_from_1000),
+    "centred from 128 x 128": step_of(
+        lambda p, state: centralized(p, state) if min(p.shape) >= 128 else p.grad
+    ),
+    "clipped from 1000 on": step_of(
+        lambda p, _: p.grad / (root_mean_square(p.grad) / 1000).clamp(min=1.0)
+    ),
     "AdafactorOf256": type("AdafactorOf256", (torch.optim.SGD,), {}),
     "largest so far": step_of(largest_so_far),
     "Estimates": Estimates,
@@ -833,19 +818,15 @@ def test_shard_refuses_an_optimizer_of_whole_matrices_and_a_checkpoint_that_lack
     run_ranks(check_refusals, 2)
 
 
-def states_of_others(folder: Path) -> Iterator[str]:
+def load_fewer_states(folder: Path) -> str:
     with sharded_heads(of(torch.optim.Adam, amsgrad=True), (1, 1, 2)) as sharded:
         train(sharded, range(1))
         checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
     with sharded_heads(of(torch.optim.Adam), (1, 1, 2)) as sharded:
-        yield refused(lambda: load(sharded, folder))
-
-
-def check_others(folder: Path) -> list[str]:
-    return list(states_of_others(folder))
+        return refused(lambda: load(sharded, folder))
 
 
 @pytest.mark.habit("resuming with an optimizer that keeps fewer states")
 def test_a_state_that_the_optimizer_does_not_keep_is_not_dropped_silently(tmp_path):
-    for (line,) in run_ranks(check_others, 2, tmp_path):
+    for line in run_ranks(load_fewer_states, 2, tmp_path):
         assert "'max_exp_avg_sq' of trunk.0.weight" in line

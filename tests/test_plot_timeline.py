@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
 from scripts.report import plot_timeline
 from scripts.report.plot_timeline import COLOURS, make_figure
-from scripts.report.step_trace import number_batches, read_trace, split_leaves
+from scripts.report.step_trace import number_batches, read_trace
 
 LAYERS = [f"decoder.layers.{i}" for i in range(3)]
 
@@ -70,17 +68,6 @@ def test_in_a_pipeline_forwards_that_run_ahead_keep_their_micro_batch():
     names = ["forward u", "forward u", "backward u", "forward u", "backward u", "backward u"]
     spans = [Span(COMPUTE, name, i, i + 1) for i, name in enumerate(names)]
     assert [each.batch for each in number_batches(spans)] == [0, 1, 0, 2, 1, 2]
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=12))
-def test_every_computation_is_a_leaf_contains_one_or_is_another_units_twin(pieces):
-    spans = [Span(COMPUTE, f"forward u{i}", s, s + n) for i, (s, n) in enumerate(pieces)]
-    leaves, outer = split_leaves(spans)
-    assert len(leaves) + len(outer) <= len(spans)
-    assert bool(spans) == bool(leaves)
-    assert not any(
-        a is not b and a.start <= b.start and b.end <= a.end for a in leaves for b in leaves
-    )
 
 
 def texts(axes) -> list[str]:

@@ -136,21 +136,6 @@ def test_a_column_that_is_not_there_is_named_with_the_flag(tmp_path, suffix, cap
     assert "'text'" in line and "--column" in line and rows in line
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("bad.jsonl", b'{"text": "a"}\nnot json\n', "bad.jsonl, line 2 is not JSON"),
-        ("list.jsonl", b'["a"]\n', "list.jsonl, line 1 has no text"),
-        ("bad.parquet", b"not parquet", "bad.parquet is not a parquet file"),
-    ],
-)
-def test_a_broken_row_is_named_in_one_line(tmp_path, name, content, words, capsys):
-    (tmp_path / name).write_bytes(content)
-    arguments = [str(tmp_path / name), "--output-prefix", str(tmp_path / "corpus")]
-    assert prepare_data.main(arguments) == 2
-    assert words in capsys.readouterr().err.strip().splitlines()[-1]
-
-
 ROWS = [{"number": i, "text": text} for i, text in enumerate(TEXTS)]
 LINES = "\n".join(map(json.dumps, ROWS)).encode()
 LIST, SPREAD = json.dumps(ROWS).encode(), json.dumps(ROWS, indent=1).encode()
@@ -231,6 +216,7 @@ REFUSED = {
     "a.txt.bz2": (b"BZh91AY", "is bzip2"),
     "a.tar.gz": (gzip.compress(b"name" + bytes(253) + b"ustar" + bytes(99)), "holds tar"),
     "a.csv": (b"text\na\n", "is a table; make lines of JSON"),
+    "bad.parquet": (b"not parquet", "is not a parquet file"),
     "a.parquet": (b"version https://git-lfs.github.com", "pointer of git-lfs"),
     "model.bin": (bytes(99), "zero bytes"),
     "rows.Z": (b"\x1f\x9d\x90abc", "is no text in UTF-8"),

@@ -94,14 +94,14 @@ def train(argv: Sequence[str], prepare: Callable[[list], list] | None = None) ->
     return Run(record.losses_and_norms, *record.inspected, record.log)
 
 
-def train_beside(line: Sequence[str]) -> list[Run]:
-    """Stock DDP, and each of OURS."""
+def train_beside(line: Sequence[str], more: Sequence[str] = ()) -> list[Run]:
+    """Stock DDP, and each of OURS, with more flags."""
     from scripts.testbed.device import inside
 
     found = [train(line)]
     for law, sizes in OURS:
         inside.set_delays(law, dist.get_rank(), dist.get_world_size())
-        found.append(train([*line, *size_flags(sizes)]))
+        found.append(train([*line, *more, *size_flags(sizes)]))
     return found
 
 
@@ -120,21 +120,10 @@ FP32 = "tensorwise of fp32"
 CODES = ["--fp8-param-gather"]
 
 
-def train_in_codes(line: Sequence[str]) -> list[Run]:
-    """As train_beside, and ours gathers in FP8."""
-    from scripts.testbed.device import inside
-
-    found = [train(line)]
-    for law, sizes in OURS:
-        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
-        found.append(train([*line, *CODES, *size_flags(sizes)]))
-    return found
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_gathers_in_fp8_leave_every_bit_as_it_is(te_worlds: DeviceWorlds, recipe: str):
     line = [*BASE, *RECIPES[recipe]]
-    stock, *ours = te_worlds.run(train_in_codes, 2, line, timeout_s=590)[0]
+    stock, *ours = te_worlds.run(train_beside, 2, line, CODES, timeout_s=590)[0]
     for run in ours:
         assert equal(run.steps, stock.steps)
         assert run.copies == 0 and "gathered as codes" in run.log
@@ -280,67 +269,57 @@ def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name
 
 
 LAYERNORM = "--recompute-granularity selective --recompute-modules layernorm moe_act"
-# fmt: off
-GATHERS = ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag",
-           "--use-distributed-optimizer")
-OVERLAPPED = {
-    "predicted, shared": ("bf16", PREDICTED_AND_SHARED),
-    "dense layer, shared, recomputed": ("bf16", f"{LAYERNORM} mlp shared_experts --num-layers 3 "
-        "--moe-layer-freq [0,1,1] --moe-shared-expert-intermediate-size 64"),
-    "codes, predicted, shared, recomputed": ("tensorwise",
-        f"--fp8-param-gather {LAYERNORM} {PREDICTED_AND_SHARED}"),
-    "delayed": ("delayed", ""),
-    "blockwise": ("blockwise", ""),
-    "mxfp8, shared": ("mxfp8", "--moe-shared-expert-intermediate-size 64"),
-    "mxfp8, gathered as stock does": ("mxfp8", "--fp8-param-gather "
-        "--reuse-grad-buf-for-mxfp8-param-ag --use-distributed-optimizer"),
-    "nvfp4, recomputed": ("nvfp4", f"--moe-router-padding-for-quantization {LAYERNORM}"),
+GATHERS = [*CODES, "--reuse-grad-buf-for-mxfp8-param-ag", "--use-distributed-optimizer"]
+ON_TWO = " ".join([*GROUPED_EXPERTS, "--expert-model-parallel-size", "2"])
+LATE = f"{ON_TWO} --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+FUSES = " ".join(FUSED)
+SHARED = "--moe-shared-expert-intermediate-size 64"
+FUSED_OR_LATE = {
+    "late: predicted, shared": ("bf16", f"{LATE} {PREDICTED_AND_SHARED}"),
+    "late: dense layer, shared, recomputed": (
+        "bf16",
+        f"{LATE} {LAYERNORM} mlp shared_experts --num-layers 3 --moe-layer-freq [0,1,1] {SHARED}",
+    ),
+    "late: codes, predicted, shared, recomputed": (
+        "tensorwise",
+        f"{LATE} --fp8-param-gather {LAYERNORM} {PREDICTED_AND_SHARED}",
+    ),
+    "late: delayed": ("delayed", LATE),
+    "late: blockwise": ("blockwise", LATE),
+    "late: mxfp8, shared": ("mxfp8", f"{LATE} {SHARED}"),
+    "late: mxfp8, gathered as stock does": ("mxfp8", " ".join([LATE, *GATHERS])),
+    "late: nvfp4, recomputed": (
+        "nvfp4",
+        f"{LATE} --moe-router-padding-for-quantization {LAYERNORM}",
+    ),
+    "fused: dense": ("bf16", f"{FUSES} --normalization RMSNorm"),
+    "fused: experts": ("mxfp8", " ".join([FUSES, ON_TWO, *GATHERS])),
+    "fused, late: experts": ("mxfp8", f"{FUSES} {LATE}"),
+    "fused: experts, predicted, recomputed": (
+        "bf16",
+        f"{FUSES} {' '.join(GROUPED_EXPERTS)} {PREDICTED_AND_SHARED} "
+        "--recompute-granularity selective --recompute-modules moe layernorm core_attn",
+    ),
 }
-# fmt: on
 
 
-@pytest.mark.parametrize("name", OVERLAPPED)
-def test_weight_gradients_that_come_late_in_the_overlapped_schedule_are_stocks(
+@pytest.mark.parametrize("name", FUSED_OR_LATE)
+def test_fused_operations_and_weight_gradients_that_come_late_have_the_losses_of_stock(
     te_worlds: DeviceWorlds, name: str
 ):
-    """From the third step on a unit goes without saved-tensor hooks, which would gather it where a
-    part does not name it."""
-    recipe, more = OVERLAPPED[name]
-    line = [*BASE, *RECIPES[recipe], *GROUPED_EXPERTS, "--expert-model-parallel-size", "2"]
-    line += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--clip-grad", "1000"]
-    ours, env = [*size_flags((2, 2, 2)), *more.split()], env_of(recipe)
-    stocks = [flag for flag in more.split() if flag not in GATHERS]
-    stock, run = te_worlds.run(train_two, 2, [*line, *stocks], ours, timeout_s=590, env=env)[0]
-    assert "delay_wgrad_compute = False" not in run.log
-    assert len({loss for loss, _ in stock.steps}) == 4
-    assert equal(run.steps, stock.steps)
-
-
-# fmt: off
-FUSED_MODELS = {
-    "dense": ("bf16", "--normalization RMSNorm"),
-    "experts": ("mxfp8", " ".join([*GROUPED_EXPERTS, "--expert-model-parallel-size", "2",
-        *GATHERS])),
-    "experts, overlapped": ("mxfp8", " ".join([*GROUPED_EXPERTS, "--expert-model-parallel-size",
-        "2", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"])),
-    "experts, predicted, recomputed": ("bf16", " ".join([*GROUPED_EXPERTS, PREDICTED_AND_SHARED,
-        "--recompute-granularity selective --recompute-modules moe layernorm core_attn"])),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("name", FUSED_MODELS)
-def test_fused_operations_have_the_losses_of_stock(te_worlds: DeviceWorlds, name: str):
-    recipe, more = FUSED_MODELS[name]
-    line = [*BASE, *RECIPES[recipe], *FUSED, "--clip-grad", "1000"]
+    """Late: from the third step on a unit goes without saved-tensor hooks, which would gather it
+    where a part does not name it."""
+    recipe, more = FUSED_OR_LATE[name]
+    line = [*BASE, *RECIPES[recipe], "--clip-grad", "1000"]
     stocks = [flag for flag in more.split() if flag not in GATHERS]
     ours = [*size_flags((2, 2, 2)), *more.split()]
-    env = FUSES_EXPERTS | env_of(recipe)
+    env = (FUSES_EXPERTS if "fused" in name else {}) | env_of(recipe)
     stock, run = te_worlds.run(train_two, 2, [*line, *stocks], ours, timeout_s=590, env=env)[0]
-    assert "op_fuser = False" not in run.log
+    assert "op_fuser = False" not in run.log and "delay_wgrad_compute = False" not in run.log
     assert len({loss for loss, _ in stock.steps}) == 4
     assert equal(run.steps, stock.steps)
-    assert run.planned == run.counted and (run.counted > 0) == (recipe == "mxfp8")
+    if "fused" in name:
+        assert run.planned == run.counted and (run.counted > 0) == (recipe == "mxfp8")
 
 
 def saved_and_resumed(base: Sequence[str], more: Sequence[str], folder: str) -> list[Run]:
@@ -490,9 +469,8 @@ def train_with_flags_for_gathers(line: Sequence[str]) -> list[Run]:
     """Stock, stock with the flags, the same with its overlap, and ours with them: each from
     Megatron's own weights, because stock's main parameters begin with the values that Transformer
     Engine kept while it built them, not with what the test-bed draws afterwards."""
-    more = [*CODES, "--reuse-grad-buf-for-mxfp8-param-ag", "--use-distributed-optimizer"]
     overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
-    lines = [[], more, [*more, *overlap], [*more, *overlap, *size_flags((2, 2, 2))]]
+    lines = [[], GATHERS, [*GATHERS, *overlap], [*GATHERS, *overlap, *size_flags((2, 2, 2))]]
     return [train([*line, *flags], prepare=lambda chunks: chunks) for flags in lines]
 
 

@@ -225,11 +225,6 @@ def test_what_is_kept_between_micro_batches_of_every_layout_is_stock_ddp():
 
 
 @pytest.mark.slow
-def test_shrunk_models_on_4_ranks_are_stock_ddp():
-    run_all([(model, [(1, 2, 4), (2, 2, 4)]) for model in SHRUNK_MODELS], 4)
-
-
-@pytest.mark.slow
 def test_shrunk_models_on_8_ranks_are_stock_ddp():
     run_all([(model, [(1, 2, 4), (2, 2, 4), (2, 4, 8)]) for model in SHRUNK_MODELS], 8)
 

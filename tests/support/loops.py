@@ -54,19 +54,25 @@ def backward_all(losses: Iterable[torch.Tensor]) -> None:
         loss.backward()
 
 
-def usual_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
-    sharded.zero_grad()
-    backward_all(losses)
-    norm = sharded.clip_grad_norm_(CLIP)
-    sharded.step()
-    return norm.item()
+def stepping(
+    zero: Callable[[ShardedModel], object] = ShardedModel.zero_grad,
+    between: Callable[[ShardedModel], object] = lambda sharded: None,
+    clips: bool = True,
+) -> Step:
+    """between: what a loop does after backward."""
+
+    def step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
+        zero(sharded)
+        backward_all(losses)
+        between(sharded)
+        norm = sharded.clip_grad_norm_(CLIP).item() if clips else 0.0
+        sharded.step()
+        return norm
+
+    return step
 
 
-def unclipped_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
-    sharded.zero_grad()
-    backward_all(losses)
-    sharded.step()
-    return 0.0
+usual_step, unclipped_step = stepping(), stepping(clips=False)
 
 
 def train(

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: no speed without the right losses, and what is compared with what."""
 
-import pytest
+from math import isfinite
 
 from scripts.bench.compare_plan import PUBLISHED
 from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree
@@ -57,14 +57,9 @@ def test_a_row_with_wrong_losses_is_red_and_shows_no_speed():
 
 def test_losses_agree_within_the_tolerance_in_every_step():
     assert losses_agree([loss * (1 + 9e-6) for loss in LOSSES], LOSSES)
-    for losses in ([4.9, 4.6, 4.4001], [4.9, 4.6, float("nan")], [4.9, 4.6]):
-        assert not losses_agree(losses, LOSSES)
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_broken_reference_agrees_with_nothing(broken):
-    reference = [4.9, 4.6, broken]
-    assert not losses_agree(LOSSES, reference) and not losses_agree(reference, reference)
+    for losses in ([4.9, 4.6, 4.4001], [4.9, 4.6, float("nan")], [4.9, 4.6, float("inf")], [4.9]):
+        assert not losses_agree(losses, LOSSES) and not losses_agree(LOSSES, losses)
+        assert losses_agree(losses, losses) is all(map(isfinite, losses))
 
 
 def test_a_run_on_a_busy_machine_is_left_out_where_there_is_another():
