@@ -33,18 +33,6 @@ def test_every_way_there_is_is_measured(capsys, tmp_path):
     assert by_name["sdpa"] > 5 * by_name["sdpa + shift"]
 
 
-<<<<<<< HEAD
-def test_what_is_not_accurate_gets_no_time_and_fails_the_run(capsys, monkeypatch):
-    vendor = bench.VENDORS[-1]
-    wrong = bench.Way("wrong", True, lambda call: 1.01 * vendor.run(call))
-    monkeypatch.setattr(bench, "ways", lambda call: [wrong])
-    assert bench.main(_SMALL) == 1
-    (line,) = _lines(capsys.readouterr().out)
-    assert not line["is_right"] and not [key for key in line if key.endswith(("_s", "tflops"))]
-
-
-=======
->>>>>>> 1d4646a9 (Habits that change one thing in a step are rows; the time of the overlapped schedule is one file; fused and late gradients one table; faults of stock graphs are on the page)
 def _wrong_gradient(name: str, factor: float) -> Callable[[bench.AttentionCall], torch.Tensor]:
     """Attention with the right output, and this gradient times `factor`; or the output itself."""
     vendor = bench.VENDORS[-1]

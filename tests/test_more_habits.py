@@ -890,7 +890,10 @@ REFUSED: dict[str, list[Refusal]] = {
         ),
     ],
     "weights that are initialized after `shard`": [
-        (then_trains(initialize), "norm.weight (was written to|is in shards)")
+        (
+            then_trains(initialize),
+            "norm.weight (was written to|is in shards)|blocks.0: its parameters were written to",
+        )
     ],
     "`load_state_dict(assign=True)`": [
         (
