@@ -59,11 +59,6 @@ class FlatLayout:
         padded = round_up(max(offset, 1), num_shards * PARAM_ALIGNMENT_NUMEL)
         return cls(tuple(slices), numel, padded)
 
-    @property
-    def padding_numel(self) -> int:
-        """Elements that belong to no parameter."""
-        return self.padded_numel - self.numel
-
     def fragments(self, shard: Range) -> list[Range]:
         """Return `shard`'s part of each parameter, in flat coordinates; empty ranges included."""
         return [piece.range.intersect(shard) for piece in self.slices]

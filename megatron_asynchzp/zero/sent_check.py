@@ -173,11 +173,14 @@ class SentCheck:
             self._fail_as_written(found[0], int(self._written_answer[self._index[found[0]]]) >> 1)
 
     def _fail_as_written(self, unit: HZPUnit, in_use: int) -> NoReturn:
-        if not in_use:
-            self.explain()
+        error = ConfigurationError((_WRITTEN_IN_USE if in_use else _WRITTEN).format(unit.name))
+        try:
+            if not in_use:
+                self.explain()
+        except ConfigurationError as known:
+            error = known
         # Another rank may have written nothing, or own nothing, and wait for this one: it is told.
-        text = _WRITTEN_IN_USE if in_use else _WRITTEN
-        self._fail(ConfigurationError(text.format(unit.name)), ())
+        self._fail(error, ())
 
     def _fail(self, error: ConfigurationError, suspect: tuple[()] | None = None) -> NoReturn:
         self._driver.fail(error, suspect)  # what was computed since is of no use

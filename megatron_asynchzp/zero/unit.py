@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from operator import ne
 from typing import Any
 
 import torch
@@ -574,9 +575,11 @@ class HZPUnit:
         with self.own_uses():
             self.versions = [param._version for param in self.params]
 
-    def was_written(self) -> torch.Tensor:
-        """0-dim bool: whether somebody has written to main_param since `note_due`, be it only until
-        it was sent."""
+    def was_written(self) -> torch.Tensor | bool:
+        """Whether somebody has written to main_param since `note_due`, be it only until it was
+        sent, or, as torch counts it, to parameters that are always gathered."""
+        if self.is_always_unsharded and self._is_counted():
+            return True
         return (self._fingerprint_now() != self._due).logical_or_(self._sent != self._due)
 
     def was_written_in_use(self) -> torch.Tensor | bool:
@@ -584,16 +587,19 @@ class HZPUnit:
         or has written to them: where no version counts that, in this rank's O range."""
         full, own = self.full_param_storage, self.optim_range
         start, itemsize = full.data_ptr(), full.element_size()
-        for param, piece, version in zip(
-            self.params, self.layout.slices, self.versions, strict=True
-        ):
-            is_elsewhere = param.data_ptr() != start + itemsize * piece.range.start
-            if param._version != version or (is_elsewhere and param.numel()):
+        for param, piece in zip(self.params, self.layout.slices, strict=True):
+            if param.numel() and param.data_ptr() != start + itemsize * piece.range.start:
                 return True
+        if self._is_counted():
+            return True
         if self.groups.topology.world_size == 1 and self.is_main_param_aliased:
             return False  # it is what the optimizer trains, and nobody else has it
         sent = self._sent if self.is_trained else fingerprint(self.model_param.view(own))
         return fingerprint(full[own.start : own.stop]) != sent
+
+    def _is_counted(self) -> bool:
+        with self.own_uses():
+            return any(map(ne, (param._version for param in self.params), self.versions))
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""

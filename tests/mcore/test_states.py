@@ -63,7 +63,7 @@ def inspect_states(chunks: list, optimizer: Any) -> dict[str, Any]:
         "held": held_nbytes(chunks, optimizer),
         "formula": sum(state_nbytes_by_formula(units, moments).values()),
         "allocated": sum(state_nbytes_allocated(units, moments).values()),
-        "padding": sum(unit.layout.padding_numel for unit in units),
+        "padding": sum(unit.layout.padded_numel - unit.layout.numel for unit in units),
         "dense_numel": sum(unit.layout.numel for unit in dense),
         "gathered": [one.name for one in units if one.is_unsharded > one.is_always_unsharded],
     }

@@ -31,7 +31,7 @@ def test_parameters_are_aligned_disjoint_and_in_order_and_the_whole_divides(give
     assert layout.padded_numel >= end
     assert layout.padded_numel % (shards * PARAM_ALIGNMENT_NUMEL) == 0
     bound = PARAM_ALIGNMENT_NUMEL * (len(given_shapes) + shards)
-    assert layout.padding_numel <= bound
+    assert layout.padded_numel - layout.numel <= bound
 
 
 @given(shapes, st.integers(1, 6), st.integers(0, 5))

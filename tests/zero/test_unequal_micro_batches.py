@@ -93,15 +93,13 @@ def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, counts: Sequence[tuple[int, int]], step: int
 ) -> tuple[float, float]:
     total = sum(full for _, full in counts) or 1
-    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad()  # where nobody has a micro-batch nothing is updated, momentum or not
     seen = 0.0
     for rank, (_, full) in enumerate(counts):
         for index in range(full):
             loss = loss_of(model, toy_batch(step, index, rank)) / total
             loss.backward()
             seen += loss.item()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
     norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
     optimizer.step()
     return seen, norm

@@ -84,7 +84,7 @@ def check_memory_law(sizes_list: list) -> list[tuple]:
         at_rest, later = at_rest - in_flight, later - in_flight
         units = trainer.runtime.units
         numel = sum(unit.layout.numel for unit in units)
-        padding = sum(unit.layout.padding_numel for unit in units)
+        padding = sum(unit.layout.padded_numel - unit.layout.numel for unit in units)
         param, grad, optim = sizes
         law = 2 / param + 4 / grad + 12 / optim
         rows.append((sizes, at_rest, later, law * numel, law * padding))
