@@ -149,9 +149,16 @@ def test_the_test_command_fails_by_its_tests_and_with_all_by_its_types(
     python.write_text(_TOOLS)
     python.chmod(0o755)
     statuses = {"TYPES_STATUS": str(types), "TESTS_STATUS": str(tests)}
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("test.sh", "lint.sh", "environment.sh"):
+        shutil.copy(ROOT / "scripts" / name, scripts)
+    other_versions = scripts / "test_versions.sh"  # it would keep what this Python pretends to make
+    other_versions.write_text("#!/bin/sh\n")
+    other_versions.chmod(0o755)
     for arguments, expected in ((), tests), (("--all",), status):
         done = subprocess.run(
-            ["bash", ROOT / "scripts/test.sh", *arguments],
+            ["bash", scripts / "test.sh", *arguments],
             env=os.environ
             | {"ASYNCHZP_PYTHON": str(python), "REAL_PYTHON": sys.executable}
             | statuses,
