@@ -49,7 +49,7 @@ def run_agent(cell: Cell, node: int, port: int, words: list[str]) -> None:
         start_method="fork",
     )
     watch_rendezvous(lambda: _are_ranks_gone(cell, node, folder))
-    with keeping_store():
+    with keeping_store(cell.nodes):
         elastic_launch(config, run_rank)(words)
 
 
