@@ -19,6 +19,8 @@ from tests.support.selection import slow_unless
 
 _ROOT = Path(__file__).parents[1]
 _TRAIN = _ROOT / "scripts" / "train"
+# Without the last each of these processes would compile what it imports.
+_KEPT = ("PATH", "PYTHONPYCACHEPREFIX")
 
 # A model's name is rounded: 36 stands for 36.15, and the padded vocabulary adds to it.
 _NAMED_WITHIN = 0.02
@@ -148,7 +150,8 @@ def test_a_row_that_is_not_there_or_that_ascend_refuses_ends_in_one_line(capsys)
 def _shell(
     script: str, *words: str, limit_s: float = 120, **env: str
 ) -> subprocess.CompletedProcess:
-    kept = {"PATH": os.environ["PATH"], "ASYNCHZP_PYTHON": sys.executable}
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    kept["ASYNCHZP_PYTHON"] = sys.executable
     return subprocess.run(
         ["bash", str(_TRAIN / script), *words],
         env=kept | env,
