@@ -17,20 +17,22 @@ STEPS = 6
 LOSS_PER_TOKEN = ("--calculate-per-token-loss", "--data-parallel-random-init")
 
 
-def check(flags: tuple[str, ...], all_sizes: list[Sizes]) -> None:
-    variant = Variant("context parallel", (*CONTEXT, *flags), model_ranks=2)
-    cases = [(variant, all_sizes)]
-    assert_equal_runs(on_ranks(compare, 4, cases, STEPS, timeout_s=300)[0])
+def check(*cases: tuple[tuple[str, ...], list[Sizes]]) -> None:
+    variants = [
+        (Variant("context parallel", (*CONTEXT, *flags), model_ranks=2), all_sizes)
+        for flags, all_sizes in cases
+    ]
+    assert_equal_runs(on_ranks(compare, 4, variants, STEPS, timeout_s=300)[0])
 
 
 def test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock():
     """(2, 1, 2) would also fit the two data-parallel ranks alone. Words that no sample has leave
-    zeros in the gradient of an untied embedding. The loss is per token, and ranks start
-    differently."""
-    check((*UNTIED, *LOSS_PER_TOKEN), [(1, 2, 4), (2, 1, 2)])
+    zeros in the gradient of an untied embedding. The loss is a mean over the ranks, and then per
+    token, where ranks start differently."""
+    check((tuple(UNTIED), [(2, 1, 2)]), ((*UNTIED, *LOSS_PER_TOKEN), [(1, 2, 4)]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [tuple(UNTIED), LOSS_PER_TOKEN], ids=["untied", "per token"])
 def test_each_kind_of_loss_and_of_start_is_that_of_stock_ddp(flags):
-    check(flags, [(1, 2, 4), (2, 1, 2), (2, 2, 4)])
+    check((flags, [(1, 2, 4), (2, 1, 2), (2, 2, 4)]))
