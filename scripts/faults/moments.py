@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a rank stops at a chosen moment of its training until the fault has struck.
+"""Owns how a rank stops at a chosen moment of its training until the fault has struck, and how a
+function lets one be visited.
 
 $FAULT_FOLDER is the folder of the cell, $FAULT_MOMENT `RANK MOMENT VISIT`. The rank makes `reached`
 there, and goes on once there is `struck`.
@@ -10,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +48,43 @@ class Moment:
 
     def before(self, owner: Any, method: str, name: str) -> None:
         """Visit `name` whenever owner.method is called."""
-        original = getattr(owner, method)
-
-        @wraps(original)
-        def visiting(*args: Any, **kwargs: Any) -> Any:
-            self.visit(name)
-            return original(*args, **kwargs)
-
-        setattr(owner, method, visiting)
+        visit_before(owner, method, partial(self.visit, name))
 
     def amid_collectives(self) -> None:
         """Visit a lane's name whenever a unit has issued a collective of it."""
         from megatron_asynchzp.zero.unit import HZPUnit
 
         for name, method in _STEPS.items():
-            setattr(HZPUnit, method, self._amid(getattr(HZPUnit, method), name))
+            visit_amid(HZPUnit, method, partial(self.visit, name))
 
-    def _amid(self, original: Callable[..., Generator], name: str) -> Callable[..., Generator]:
-        @wraps(original)
-        def visiting(*args: Any, **kwargs: Any) -> Generator:
-            steps, sent = original(*args, **kwargs), None
-            while True:
-                try:
-                    work = steps.send(sent)
-                except StopIteration as end:
-                    if end.value is not None and end.value.work is not None:
-                        self.visit(name)
-                    return end.value
-                self.visit(name)
-                sent = yield work
 
-        return visiting
+def visit_before(owner: Any, method: str, visit: Callable[[], None]) -> None:
+    """Call `visit` whenever owner.method is called."""
+    original = getattr(owner, method)
+
+    @wraps(original)
+    def visiting(*args: Any, **kwargs: Any) -> Any:
+        visit()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, visiting)
+
+
+def visit_amid(owner: Any, method: str, visit: Callable[[], None]) -> None:
+    """Call `visit` whenever the generator owner.method has issued a collective."""
+    original = getattr(owner, method)
+
+    @wraps(original)
+    def visiting(*args: Any, **kwargs: Any) -> Generator:
+        steps, sent = original(*args, **kwargs), None
+        while True:
+            try:
+                work = steps.send(sent)
+            except StopIteration as end:
+                if end.value is not None and end.value.work is not None:
+                    visit()
+                return end.value
+            visit()
+            sent = yield work
+
+    setattr(owner, method, visiting)

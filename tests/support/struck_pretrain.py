@@ -20,12 +20,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from scripts.faults.moments import visit_amid, visit_before
 
 PLACES = ("start", "load", "forward", "gather", "reduce", "preview", "write", "manifest", "tracker")
 """Before anything; before the states are filled in; before a module computes; with a collective
@@ -92,38 +94,6 @@ class Plan:
 PLAN = Plan()
 
 
-def _before(owner: Any, name: str, place: str) -> None:
-    """Visit `place` whenever owner.name is called."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def visiting(*args: Any, **kwargs: Any) -> Any:
-        PLAN.visit(place)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, visiting)
-
-
-def _amid(owner: Any, name: str, place: str) -> None:
-    """Visit `place` whenever the generator owner.name has issued a collective."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def visiting(*args: Any, **kwargs: Any) -> Generator:
-        steps, sent = original(*args, **kwargs), None
-        while True:
-            try:
-                work = steps.send(sent)
-            except StopIteration as end:
-                if end.value is not None and end.value.work is not None:
-                    PLAN.visit(place)
-                return end.value
-            PLAN.visit(place)
-            sent = yield work
-
-    setattr(owner, name, visiting)
-
-
 def _noting_saves(guard: Any) -> None:
     save, complete = guard.guard_save, guard.complete_directory
 
@@ -171,9 +141,9 @@ def prepare() -> None:
 
     steps = {"gather": "gather_steps", "reduce": "reduce_steps", "preview": "preview_param_steps"}
     for place in filter(PLAN.awaits, steps):
-        _amid(HZPUnit, steps[place], place)
-    _before(ChunkCheckpoint, "load_state_dict", "load")
-    _before(filesystem_async, "_write_item", "write")
+        visit_amid(HZPUnit, steps[place], partial(PLAN.visit, place))
+    visit_before(ChunkCheckpoint, "load_state_dict", partial(PLAN.visit, "load"))
+    visit_before(filesystem_async, "_write_item", partial(PLAN.visit, "write"))
     _noting_saves(save_guard)
     _noting_steps(training)
 
@@ -220,7 +190,7 @@ if __name__ == "__main__":
 
     from tests.support import legacy_pretrain
 
-    _before(legacy_pretrain, "forward_step", "forward")
+    visit_before(legacy_pretrain, "forward_step", partial(PLAN.visit, "forward"))
     legacy_pretrain.train(legacy_pretrain.forward_step)
     if late := os.environ.get("LATE"):
         time.sleep(2.0 if late == _RANK else 0.0)
