@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from megatron_asynchzp.commands import launch_words
 from megatron_asynchzp.commands.meeting import check_meeting, torchrun_options
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
@@ -51,11 +52,11 @@ def main(argv: list[str]) -> None:
         print(usage(), end="")
         return
     if not argv or argv[0].startswith("-"):
-        print(usage(), end="", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        launch_words.refuse_as_script(argv)
     script = Path(argv[0])
     _refuse_missing(script)
     check_or_exit(argv[1:], world_size())
+    launch_words.check_packages(argv[1:])
     run_script(script, argv[1:])
 
 
@@ -67,18 +68,20 @@ def start(argv: list[str]) -> None:
 
     SCRIPT is the first word that ends in .py.
     """
-    if "RANK" in os.environ:
-        main(argv)
-        return
     if argv[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
         return
-    options, script, arguments = _parts(argv)
+    if "RANK" in os.environ:
+        launch_words.check_rank(argv)
+        main(argv)
+        return
+    options, script, arguments = launch_words.split_at_script(argv)
     _refuse_missing(Path(script))
     known = torchrun_options(options)
     _refuse_counts(known)
     ranks = _world_size(known)
     check_or_exit(arguments, ranks)
+    launch_words.check_packages(arguments)
     _prepare_restarts(known)
     check_meeting(known)
     if ranks is None and known.nproc_per_node.isdecimal():
@@ -97,7 +100,7 @@ def dry_run(argv: list[str]) -> None:
     if argv[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
         return
-    options, script, arguments = _parts(argv)
+    options, script, arguments = launch_words.split_at_script(argv)
     known = torchrun_options(options)
     _refuse_counts(known)
     ranks = _world_size(known) if options else None
@@ -112,15 +115,6 @@ def dry_run(argv: list[str]) -> None:
 def _refuse_missing(script: Path) -> None:
     if not script.is_file():
         raise ConfigurationError(f"{script}: no such script")
-
-
-def _parts(argv: list[str]) -> tuple[list[str], str, list[str]]:
-    """Options of torchrun, SCRIPT, its arguments. Ends the process where no word is a script."""
-    at = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
-    if at is None:
-        print(usage(), end="", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-    return argv[:at], argv[at], argv[at + 1 :]
 
 
 def _world_size(known: Namespace) -> int | None:
@@ -167,7 +161,8 @@ def _is_count(word: str) -> bool:
 def _let_megatron_check(script: str, arguments: list[str], ranks: int, per_node: int) -> None:
     """End the process with one line for a command line that Megatron, or what we make of it,
     refuses: here within seconds, and once; the ranks would each end in torchrun's table."""
-    print("megatron_asynchzp: Megatron checks the command line before torchrun starts", flush=True)
+    line = "importing Megatron to check the command line; each rank will import it once more"
+    print(f"megatron_asynchzp: {line}", flush=True)
     words = [str(ranks), str(min(per_node, ranks)), script, *arguments]
     command = [sys.executable, "-m", "megatron_asynchzp.commands.validation", *words]
     try:

@@ -41,7 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     let_megatron_say(monkeypatch, Checked())
     # Names and ports are this machine's; tests/commands/test_meeting.py has them.
     monkeypatch.setattr(launch, "check_meeting", lambda _: None)
-    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
+    for name in ("nvidia_resiliency_ext", "emerging_optimizers"):
+        monkeypatch.setitem(sys.modules, name, None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0)
@@ -90,6 +91,12 @@ def elastic(flags: str, nodes: str = "1:2") -> str:
 MISTAKES = {
     "a command that is not there": ("lunch train.py", "no such command; the nearest is launch"),
     "a script that is not there": ("launch absent.py", "absent.py: no such script"),
+    "no script": ("launch", "no training script is given; name one that ends in .py"),
+    "ranks and no script": ("launch --nproc-per-node 4", "no training script is given; name"),
+    "a script by the tutorial's word": (
+        "launch --nproc-per-node 4 PRETRAIN --bf16", "PRETRAIN stands for the path of a training"),
+    "a folder for a script": ("dry-run runs --bf16", "runs is no Python script; name one"),
+    "Muon without its arithmetic": (uses("--optimizer muon"), "megatron_asynchzp[muon]"),
     "our main flag mistyped": (trains("--use-asynchpz"), "the nearest is --use-asynchzp"),
     "a flag of ours mistyped": (
         uses("--asynchzp-param-shard-sz 2"), "the nearest is --asynchzp-param-shard-size"),
@@ -246,6 +253,50 @@ def test_ranks_that_cannot_meet_end_in_one_line_before_torchrun(folder, monkeypa
         command.main(f"launch --nnodes 2 --master-addr no.such.invalid {SCRIPT}".split())
     assert ended.value.code == 2
     assert capfd.readouterr().err.startswith("megatron_asynchzp: --master-addr no.such.invalid: no")
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (f"{SCRIPT} --use-asynchzp", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: this process"),
+        (f"--nproc-per-node 4 {SCRIPT} --use-asynchzp", "RANK=0 in the environment says that this"),
+    ],
+)
+def test_a_rank_in_the_environment_alone_is_refused_before_anything_is_imported(
+    folder, monkeypatch, capfd, words, line
+):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "run_script", lambda *_: pytest.fail("the script was started"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["launch", *words.split()])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith(f"megatron_asynchzp: {line}")
+
+
+def test_scalars_without_their_writer_are_told_of_before_megatron_speaks(
+    folder, monkeypatch, capfd
+):
+    monkeypatch.setattr(launch, "run_script", lambda *_: print("the script runs"))
+    for name, installed, rank, told in (
+        ("tensorboard", None, "0", True),
+        ("tensorboard", None, "1", False),
+        ("tensorboard", sys, "0", False),
+    ):
+        monkeypatch.setitem(sys.modules, name, installed)
+        monkeypatch.setenv("RANK", rank)
+        launch.main([SCRIPT, "--tensorboard-dir=events"])
+        *lines, last = capfd.readouterr().out.splitlines()
+        assert last == "the script runs"
+        assert (
+            lines
+            == [
+                "megatron_asynchzp: --tensorboard-dir: needs the package tensorboard, which is not "
+                'installed; pip install "megatron_asynchzp[quickstart]"; no scalars are written'
+            ]
+            * told
+        )
 
 
 @pytest.mark.parametrize("words", ["launch {} --use-asynchzp", "{} --use-asynchzp"])

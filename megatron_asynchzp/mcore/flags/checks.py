@@ -117,8 +117,7 @@ def _refuse_batch(name: str, batch: int | None, per: str, micro: int | None, ran
 
 
 def refuse_missing_data(args: Namespace) -> None:
-    """Raise ConfigurationError for a dataset that is not there or is none, before anything is
-    built."""
+    """Raise ConfigurationError for a dataset that is missing or is none."""
     for flag, path in _argument_files(args):
         if not Path(path).is_file():
             raise ConfigurationError(f"{flag} {path}: no such file")
@@ -136,7 +135,8 @@ def refuse_missing_data(args: Namespace) -> None:
 
 
 _MAKE_DATA = (
-    "make one with Megatron's tools/preprocess_data.py and give its path without .idx or .bin"
+    "make one with our scripts/train/prepare_data.py or Megatron's tools/preprocess_data.py, and "
+    "give its path without .idx or .bin"
 )
 # How the index of a dataset begins (megatron.core.datasets.indexed_dataset).
 _INDEX_HEADER = b"MMIDIDX\x00\x00"

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what the words and the environment of a launch show before torch and Megatron are imported:
+a script that is missing, a process that is a rank already, and packages that flags need."""
+
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_asynchzp.errors import ConfigurationError, MissingPackage, require
+from megatron_asynchzp.mcore.flags.checks import refuse_no_rank
+
+
+def split_at_script(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Split into torchrun's options, the first word that ends in .py, and the script's arguments.
+
+    Raises ConfigurationError where no word ends so.
+    """
+    at = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
+    if at is None:
+        refuse_as_script(argv)
+    return list(argv[:at]), argv[at], list(argv[at + 1 :])
+
+
+def refuse_as_script(argv: Sequence[str]) -> NoReturn:
+    """Raise ConfigurationError for words among which no training script is."""
+    fault = "no training script is given"
+    if words := [word for word in argv if not word.startswith("-") and not word.isdecimal()]:
+        fault = f"{words[0]} is no Python script"
+        if words[0] == "PRETRAIN":
+            fault = "PRETRAIN stands for the path of a training script"
+    raise ConfigurationError(
+        f"{fault}; name one that ends in .py, such as pretrain_gpt.py of Megatron-LM, behind the "
+        "options of torchrun: asynchzp launch --nproc-per-node 8 SCRIPT.py --use-asynchzp ... "
+        "(--help lists the flags)"
+    )
+
+
+def check_rank(argv: Sequence[str]) -> None:
+    """Raise ConfigurationError for a process that is half a rank, or gets torchrun's options."""
+    if argv and argv[0].startswith("-"):
+        raise ConfigurationError(
+            f"RANK={os.environ['RANK']} in the environment says that this process is a rank, and "
+            f"{argv[0]} is for torchrun, which starts ranks; unset RANK, or leave torchrun's "
+            "options out"
+        )
+    refuse_no_rank()
+
+
+def check_packages(arguments: Sequence[str]) -> None:
+    """Raise MissingPackage for Muon without its arithmetic, and print a line where the writer of
+    scalars is missing: Megatron trains without it, and blames the version of torch."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    given = dict(zip(words, [*words[1:], ""]))
+    if given.get("--optimizer") in ("muon", "dist_muon"):
+        require("emerging_optimizers", f"--optimizer {given['--optimizer']}")
+    try:
+        if "--tensorboard-dir" in given and os.environ.get("RANK") == "0":
+            require("tensorboard", "--tensorboard-dir")
+    except MissingPackage as missing:
+        print(f"megatron_asynchzp: {missing}; no scalars are written", flush=True)
