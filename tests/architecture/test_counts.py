@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The package's language and size stay within limits, which only go down."""
+
+from pathlib import Path
+
+from tests.architecture.counts import counts
+
+ROOT = Path(__file__).parents[2]
+LIMITS = {
+    "lines": 40000,
+    "docstring words": 55000,
+    "docstring lines": 5500,
+    "raise ConfigurationError": 345,
+    "context variables": 7,
+    "assignments of __class__": 11,
+    "reads of stack frames": 4,
+    "methods of StepScheduler and HZPRuntime": 74,
+    "methods of HZPUnit": 62,
+    "functions called refuse_*": 82,
+    "class names with two meanings": 9,
+    '"what is"': 122,
+    '"of what"': 54,
+    '"of which"': 43,
+    '"somebody, nobody, whoever"': 53,
+    '"beside"': 79,
+    '"of one"': 133,
+    '"None where"': 54,
+    "variables called one": 2226,
+    "variables called found": 2142,
+    "variables called other": 248,
+    "variables called what": 237,
+    "variables called where": 226,
+}
+SAMPLE = '''"""What is here, of which nobody knows."""
+import sys
+from contextvars import ContextVar
+
+kept = ContextVar("kept")  # one of what is kept
+
+
+class HZPUnit:
+    """None where it is of one."""
+
+    def refuse_one(self, other):
+        """Refuse."""
+        found = sys._getframe(1)
+        found.__class__ = HZPUnit
+        raise ConfigurationError("beside what is beside")
+
+
+class Other:
+    class HZPUnit:
+        pass
+'''
+
+
+def test_no_count_of_the_package_is_above_its_limit():
+    found = counts(ROOT)
+    assert found.keys() == LIMITS.keys()
+    over = {name: count for name, count in found.items() if count > LIMITS[name]}
+    assert not over, f"above the limit: {over}"
+
+
+def test_words_and_constructs_are_counted_in_docstrings_comments_and_code(tmp_path: Path):
+    package = tmp_path / "megatron_asynchzp" / "room"
+    package.mkdir(parents=True)
+    (package / "file.py").write_text(SAMPLE)
+    found = {name: count for name, count in counts(tmp_path).items() if count}
+    assert found == {
+        "lines": 20,
+        "docstring words": 14,
+        "docstring lines": 3,
+        "raise ConfigurationError": 1,
+        "context variables": 1,
+        "assignments of __class__": 1,
+        "reads of stack frames": 1,
+        "methods of HZPUnit": 1,
+        "functions called refuse_*": 1,
+        "class names with two meanings": 1,
+        '"what is"': 2,
+        '"of what"': 1,
+        '"of which"': 1,
+        '"somebody, nobody, whoever"': 1,
+        '"of one"': 1,
+        '"None where"': 1,
+        "variables called found": 21,
+        "variables called other": 21,
+    }
