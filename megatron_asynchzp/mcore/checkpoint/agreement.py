@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from megatron_asynchzp.mcore.checkpoint.save_ranks import is_saved_shared
+from megatron_asynchzp.mcore.checkpoint.operation import is_shared_save
 
 
 class Agreed(list):
@@ -38,7 +38,7 @@ class Agreed(list):
 def needs_all(args: Namespace) -> bool:
     """Whether a load is to report what the checkpoint has and no rank asks for."""
     strict = StrictHandling(args.dist_ckpt_strictness)
-    return not is_saved_shared() and StrictHandling.requires_global_app_metadata(strict)
+    return not is_shared_save() and StrictHandling.requires_global_app_metadata(strict)
 
 
 def exchange(

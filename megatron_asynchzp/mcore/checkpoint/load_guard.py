@@ -9,8 +9,6 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,16 +35,16 @@ from megatron_asynchzp.mcore.checkpoint.frozen import (
     keep_frozen,
     keep_new,
 )
-from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading
+from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local
 from megatron_asynchzp.mcore.checkpoint.mismatch import (
     NO_OPTIMIZER,
     compare,
     read_facts,
     wanted_tensors,
 )
+from megatron_asynchzp.mcore.checkpoint.operation import Load, current_load, in_progress
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory, non_persistent_dir
-from megatron_asynchzp.mcore.checkpoint.save_ranks import loading_shared
 from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
 # What the reading of files can end in. A RuntimeError may also be a peer's death, or ours.
@@ -59,9 +57,6 @@ _SCHEDULE_DIFFERS = re.compile(
     r"OptimizerParamScheduler: class input value (?P<now>\S+) and checkpoint\s?value "
     r"(?P<saved>\S+) for (?P<name>.+) do not match"
 )
-
-# The checkpoint that the load in progress goes by.
-_CHOICE: ContextVar[Choice | None] = ContextVar("asynchzp_choice", default=None)
 
 
 def guard_load_checkpoint(
@@ -99,8 +94,7 @@ def guard_load_checkpoint(
                 setattr(args, load_arg, load_dir)
             if local != -1:
                 args.pretrained_checkpoint = None  # else Megatron begins from it
-            with loading(local), loading_shared() if local == -1 else nullcontext():
-                loaded = _load_choice(load, args, load_dir, choice)
+            loaded = _load(load, args, load_dir, Load(choice, local))
         finally:
             setattr(args, load_arg, given_dir)
             if base_dir is not None:
@@ -209,8 +203,7 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
                 f"{base_dir or 'no other one'} has not the rest: add --pretrained-checkpoint DIR"
             )
         log([f"the frozen part of the model is that of {base.folder}"], peers)
-        with loading(-1), loading_shared():
-            _load_choice(load, args, base_dir, base)
+        _load(load, args, base_dir, Load(base, local_iteration=-1))
     finally:
         vars(args).update(asked)
 
@@ -224,7 +217,7 @@ def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | No
         if load_dir:
             level = VerifyLevel.ARGUMENTS
             choice = choose_checkpoint(load_dir, args.ckpt_step or None, level=level)
-        return _load_choice(load, args, load_dir, choice)
+        return _load(load, args, load_dir, Load(choice))
 
 
 def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
@@ -242,19 +235,19 @@ def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | Non
     return choice
 
 
-def _load_choice(
-    load: Callable[[], Any], args: Namespace, load_dir: str | None, choice: Choice | None
-) -> Any:
+def _load(load: Callable[[], Any], args: Namespace, load_dir: str | None, operation: Load) -> Any:
+    choice = operation.choice
     is_release = choice is not None and choice.is_release
     if is_release and not Path(load_dir or "", TRACKER).is_file():
         raise ConfigurationError(f"{load_dir}: write the word release into {TRACKER}")
-    step, token = args.ckpt_step, _CHOICE.set(choice)
+    step = args.ckpt_step
     if choice is not None:
         # Without a tracker file, which a read-only directory may lack, Megatron looks at this.
         args.ckpt_step = choice.iteration or None
     where = choice.folder if choice is not None else load_dir
     try:
-        return load()
+        with in_progress(operation):
+            return load()
     except SystemExit as end:
         if end.code:
             raise
@@ -277,12 +270,12 @@ def _load_choice(
         raise ConfigurationError(f"{where} could not be loaded: {one_line(error)}") from error
     finally:
         args.ckpt_step = step
-        _CHOICE.reset(token)
 
 
 def chosen_metadata(tracker: str) -> tuple[int, bool] | None:
     """Return what Megatron is to read from this tracker file; None where no choice was made."""
-    choice = _CHOICE.get()
+    load = current_load()
+    choice = load and load.choice
     if choice is None or Path(tracker).parent != choice.folder.parent:
         return None
     return choice.iteration, choice.is_release

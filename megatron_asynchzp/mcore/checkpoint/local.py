@@ -15,7 +15,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,10 +45,6 @@ _SHARDS += ("virtual_pipeline_model_parallel_size", "use_tp_pp_dp_mapping")
 _SHARDS += tuple(f"asynchzp_{state}_shard_size" for state in STATES)
 
 _TORCH_WRITER = "PytorchStreamWriter"  # in what torch.save raises where a disk is full
-
-# Of the load in progress: which one Megatron is to load, -1 for none.
-_ITERATION: ContextVar[int | None] = ContextVar("asynchzp_local_iteration", default=None)
-_IS_SAVED: ContextVar[bool] = ContextVar("asynchzp_local_is_saved", default=False)
 
 
 class Local(NamedTuple):
@@ -181,29 +176,12 @@ def _refuse_another_run(args: Namespace, place: NodeFolder, peers: Peers) -> Non
 
 
 @contextmanager
-def loading(iteration: int | None) -> Iterator[None]:
-    """Within, Megatron finds this local checkpoint (-1: none)."""
-    token = _ITERATION.set(iteration)
-    try:
-        yield
-    finally:
-        _ITERATION.reset(token)
-
-
-def chosen_iteration() -> int | None:
-    """The local checkpoint that Megatron is to find; None where nothing was chosen for it."""
-    return _ITERATION.get()
-
-
-@contextmanager
-def saving() -> Iterator[None]:
-    """Within, Megatron saves a local checkpoint. An error of the library, which is no error of a
-    file, becomes an OSError."""
+def file_errors() -> Iterator[None]:
+    """Raise errors of nvidia-resiliency-ext and of torch's writer as OSError."""
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (  # pyright: ignore[reportMissingImports]
         CheckpointingException,
     )
 
-    token = _IS_SAVED.set(True)
     try:
         yield
     except CheckpointingException as error:
@@ -212,10 +190,3 @@ def saving() -> Iterator[None]:
         if _TORCH_WRITER not in str(error):
             raise
         raise OSError(one_line(error)) from error
-    finally:
-        _IS_SAVED.reset(token)
-
-
-def is_saved_locally() -> bool:
-    """Whether the save in progress is a local one, which only a run of the same kind will read."""
-    return _IS_SAVED.get()

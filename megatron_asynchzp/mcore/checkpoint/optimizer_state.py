@@ -28,11 +28,10 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint.local import is_saved_locally
+from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
 from megatron_asynchzp.mcore.checkpoint.save_ranks import (
     Held,
     held_part,
-    is_loaded_shared,
     is_read_here,
     runs_to_write,
     spread,
@@ -110,10 +109,11 @@ class OptimizerCheckpoint:
             is_distributed = _SHARDING_TYPE_KEY in metadata and _OWN_KEY not in metadata
             main_param = "param" if is_distributed else _MAIN_PARAM
         else:
-            if not is_saved_locally():  # Megatron refuses local checkpoints of any such type
+            save = current_save()
+            if save is None or not save.is_local:  # Megatron refuses local ones of any such type
                 metadata |= {_SHARDING_TYPE_KEY: _SHARDING_TYPE, _OWN_KEY: True}
             main_param = _MAIN_PARAM
-        self._is_spread = is_loading and is_loaded_shared()
+        self._is_spread = is_loading and is_shared_load()
         shards = list(self._shards(main_param))
         self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
         return self._common(grad_records) | self.chunks[0].as_state(shards)

@@ -29,10 +29,10 @@ from megatron_asynchzp.failure.other_collective import collective_of
 from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.mcore.checkpoint.aliases import complete_index
 from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_only
-from megatron_asynchzp.mcore.checkpoint.local import LOCAL, saving
+from megatron_asynchzp.mcore.checkpoint.local import LOCAL, file_errors
+from megatron_asynchzp.mcore.checkpoint.operation import Save, in_progress
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
-from megatron_asynchzp.mcore.checkpoint.save_ranks import saving_shared
 from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
 # Where Megatron logs what became of a write; the exception that follows does not hold it.
@@ -62,10 +62,13 @@ def guard_save_checkpoint(
         return_results_in_process()
     name = f"iter_{int(iteration):07d}"
     if is_passing and args.non_persistent_ckpt_type == LOCAL:
-        with _explaining(saves, Path(args.non_persistent_local_ckpt_dir, name)), saving():
+        folder = Path(args.non_persistent_local_ckpt_dir, name)
+        operation = in_progress(Save(args, is_local=True))
+        with _explaining(saves, folder), operation, file_errors():
             return save()
     place = non_persistent_dir(args, args.save) if is_passing else args.save or "."
-    with _explaining(saves, Path(place, name)), saving_shared(args):
+    operation = in_progress(Save(args, is_local=False))
+    with _explaining(saves, Path(place, name)), operation:
         return save()
 
 
@@ -101,7 +104,7 @@ def guard_save(
     return request
 
 
-def guard_finalizing(finalize: Callable[[], Any], args: Namespace, saves: Saves) -> Any:
+def guard_finalizing(finalize: Callable[[], Any], saves: Saves) -> Any:
     """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
     with _naming_save(saves, None) if saves.beside else nullcontext():
         return finalize()

@@ -14,8 +14,6 @@ two buffers of bounded size.
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -25,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_to_all_steps, run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -33,39 +32,10 @@ PARTS_OF_A_TENSOR = 64
 EXCHANGE_NBYTES = 1 << 26
 """The most that one exchange sends from a rank, and brings to one."""
 
-_ARGS: ContextVar[Namespace | None] = ContextVar("asynchzp_shared_save", default=None)
-
-_IS_LOADED: ContextVar[bool] = ContextVar("asynchzp_shared_load", default=False)
-
-
-@contextmanager
-def saving_shared(args: Namespace) -> Iterator[None]:
-    """Within, Megatron saves a shared checkpoint, and state dicts are asked for to be written."""
-    token = _ARGS.set(args)
-    try:
-        yield
-    finally:
-        _ARGS.reset(token)
-
-
-@contextmanager
-def loading_shared() -> Iterator[None]:
-    """Within, Megatron loads a shared checkpoint, and state dicts are asked for to be read into."""
-    token = _IS_LOADED.set(True)
-    try:
-        yield
-    finally:
-        _IS_LOADED.reset(token)
-
-
-def is_loaded_shared() -> bool:
-    """Whether such a load is in progress: the first replica of a unit reads for all."""
-    return _IS_LOADED.get()
-
 
 def is_read_here(unit: HZPUnit) -> bool:
     """Whether this rank reads what it holds of the unit, and does not hear it from a replica."""
-    return unit.groups.topology.replica_index == 0 or not is_loaded_shared()
+    return unit.groups.topology.replica_index == 0 or not is_shared_load()
 
 
 def spread(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
@@ -77,11 +47,6 @@ def spread(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
             dist.broadcast(on_device, axis.ranks[0], axis.group)
         if on_device is not tensor:
             tensor.copy_(on_device)
-
-
-def is_saved_shared() -> bool:
-    """Whether such a save is in progress."""
-    return _ARGS.get() is not None
 
 
 def most_writers(args: Namespace, groups: ShardGroups) -> int:
@@ -143,7 +108,7 @@ def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, s
     """Yield what this rank writes. states: of all units, and the same units on all their ranks.
     Collective over the ranks that share optimizer states, where a shared checkpoint is saved;
     elsewhere what it holds itself."""
-    args = _ARGS.get()
+    save = current_save()
     by_groups: dict[int, list[HZPUnit]] = {}
     for unit in states:
         by_groups.setdefault(id(unit.groups), []).append(unit)
@@ -151,8 +116,9 @@ def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, s
         groups = units[0].groups
         axes = tuple(reversed(groups.optim_gather_axes))
         factors = (1,) * len(axes)
-        if args is not None:
-            factors = joined_along([one.axis.size for one in axes], most_writers(args, groups))
+        if save is not None and not save.is_local:
+            most = most_writers(save.args, groups)
+            factors = joined_along([axis.axis.size for axis in axes], most)
         if prod(factors) > 1:
             # The copies of the states take turns too. The others must not show theirs: Megatron
             # would take such a run, where it begins as a longer one does, for that one.

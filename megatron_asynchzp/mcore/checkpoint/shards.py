@@ -27,11 +27,11 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint.operation import is_shared_load
 from megatron_asynchzp.mcore.checkpoint.save_ranks import (
     Held,
     States,
     held_part,
-    is_loaded_shared,
     is_read_here,
     runs_to_write,
     spread,
@@ -168,7 +168,7 @@ class ChunkCheckpoint:
         if not self._runtime.is_asleep:
             self._runtime.settle()
         self._pieces, rest = self._stored_runs(*args, **kwargs)
-        self._is_spread = is_loaded_shared()
+        self._is_spread = is_shared_load()
         state: dict[str, Any] = rest
         for key, is_trained in ((SHARDS_KEY, True), (FROZEN_KEY, False)):
             shards = list(self._model_shards(is_trained))

@@ -9,34 +9,25 @@ from typing import Any
 
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
 from megatron_asynchzp.failure.saves import Saves
+from megatron_asynchzp.mcore.checkpoint.operation import current_load
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
 
 
-def _guarded_by(name: str, *wanted: str, is_save: bool = False) -> Callable[..., Any]:
-    """A replacement that hands the original, as a call without arguments, to `name` of
-    load_guard.py or save_guard.py, with the run's arguments, for a save with the saves of this
-    rank, and those of the call that are `wanted`."""
-
-    def call(original: Callable, *args: Any, **options: Any) -> Any:
-        run = run_args()
-        if run is None:
-            return original(*args, **options)
-        from megatron_asynchzp.mcore.checkpoint import load_guard, save_guard
-
-        given = signature(original).bind(*args, **options)
-        given.apply_defaults()
-        values = [given.arguments[one] for one in wanted]
-        if is_save:
-            communication = Communication.current()  # without one nobody asks for them
-            values.insert(0, Saves() if communication is None else communication.driver.saves)
-        guard = save_guard if is_save else load_guard
-        return getattr(guard, name)(partial(original, *args, **options), run, *values)
-
-    return call
+def _saves() -> Saves:
+    """Return the saves of this rank: none before a model is wrapped."""
+    communication = Communication.current()
+    return Saves() if communication is None else communication.driver.saves
 
 
-save_checkpoint = replaces(
+def _arguments(function: Callable, args: Any, options: Any) -> dict[str, Any]:
+    """Return the arguments of a call of `function` by name, with its defaults."""
+    given = signature(function).bind(*args, **options)
+    given.apply_defaults()
+    return given.arguments
+
+
+@replaces(
     "megatron.training.checkpointing.save_checkpoint",
     "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
     "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel "
@@ -45,10 +36,20 @@ save_checkpoint = replaces(
     "rng_state_key_prefix[0.19]",
     why="one run at a time saves into a directory, and a full disk ends a run in one line",
     drop_when="Megatron does both",
-)(_guarded_by("guard_save_checkpoint", "iteration", "non_persistent_ckpt", is_save=True))
+)
+def save_checkpoint(original: Callable, *args: Any, **options: Any) -> Any:
+    run, save = run_args(), partial(original, *args, **options)
+    if run is None:
+        return save()
+    from megatron_asynchzp.mcore.checkpoint.save_guard import guard_save_checkpoint
+
+    given = _arguments(original, args, options)
+    return guard_save_checkpoint(
+        save, run, _saves(), given["iteration"], given["non_persistent_ckpt"]
+    )
 
 
-save = replaces(
+@replaces(
     "megatron.core.dist_checkpointing.serialization.save",
     "sharded_state_dict checkpoint_dir sharded_strategy common_strategy[-0.18] "
     "validate_access_integrity async_sharded_save preprocess_common_before_consistancy_check "
@@ -56,18 +57,33 @@ save = replaces(
     why="what an earlier save left in the directory is removed before, and a manifest that makes "
     "the checkpoint complete is written after, but before Megatron's tracker names it",
     drop_when="Megatron's integrity.json needs no second reading of the data",
-)(_guarded_by("guard_save", "checkpoint_dir", "sharded_state_dict", is_save=True))
+)
+def save(original: Callable, *args: Any, **options: Any) -> Any:
+    run, save = run_args(), partial(original, *args, **options)
+    if run is None:
+        return save()
+    from megatron_asynchzp.mcore.checkpoint.save_guard import guard_save
+
+    given = _arguments(original, args, options)
+    return guard_save(save, run, _saves(), given["checkpoint_dir"], given["sharded_state_dict"])
 
 
-finalize_saves = replaces(
+@replaces(
     "megatron.training.async_utils.maybe_finalize_async_save",
     "blocking terminate",
     why="a run that ends while it waits for a save beside training names that save, and who writes",
     drop_when="Megatron names both",
-)(_guarded_by("guard_finalizing", is_save=True))
+)
+def finalize_saves(original: Callable, *args: Any, **options: Any) -> Any:
+    finalize = partial(original, *args, **options)
+    if run_args() is None:
+        return finalize()
+    from megatron_asynchzp.mcore.checkpoint.save_guard import guard_finalizing
+
+    return guard_finalizing(finalize, _saves())
 
 
-load_checkpoint = replaces(
+@replaces(
     "megatron.training.checkpointing.load_checkpoint",
     "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
     "skip_load_to_model_and_opt tp_group pp_group dp_cp_group dp_group[0.19] "
@@ -75,7 +91,16 @@ load_checkpoint = replaces(
     why="the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
     "being loaded is one line and an exit status",
     drop_when="Megatron looks at the files before it believes the tracker",
-)(_guarded_by("guard_load_checkpoint", "load_arg", "opt_param_scheduler", "checkpointing_context"))
+)
+def load_checkpoint(original: Callable, *args: Any, **options: Any) -> Any:
+    run, load = run_args(), partial(original, *args, **options)
+    if run is None:
+        return load()
+    from megatron_asynchzp.mcore.checkpoint.load_guard import guard_load_checkpoint
+
+    given = _arguments(original, args, options)
+    scheduler, context = given["opt_param_scheduler"], given["checkpointing_context"]
+    return guard_load_checkpoint(load, run, given["load_arg"], scheduler, context)
 
 
 @replaces(
@@ -86,11 +111,10 @@ load_checkpoint = replaces(
     drop_when="Megatron looks at the files of both kinds before it chooses",
 )
 def find_non_persistent(original: Callable, *args: Any, **options: Any) -> int:
-    if run_args() is not None:
-        from megatron_asynchzp.mcore.checkpoint.local import chosen_iteration
-
-        if (chosen := chosen_iteration()) is not None:
-            return chosen
+    # No flag is asked: only a guarded function makes a load the one in progress.
+    load = current_load()
+    if load is not None and load.local_iteration is not None:
+        return load.local_iteration
     return original(*args, **options)
 
 
@@ -123,17 +147,23 @@ def read_metadata(original: Callable, tracker_filename: str) -> Any:
     return original(tracker_filename) if chosen is None else chosen
 
 
-load_global = replaces(
+@replaces(
     "megatron.training.checkpointing._load_global_dist_base_checkpoint",
     "load_dir args rank0 sharded_state_dict iteration release checkpointing_context "
     "dp_cp_group[0.19] expt_dp_group[0.19]",
     why="a checkpoint of another model is refused before anything of this one is overwritten",
     drop_when="Megatron compares on all ranks before it loads",
-)(
-    _guarded_by(
-        "guard_load_global", "load_dir", "rank0", "sharded_state_dict", "iteration", "release"
-    )
 )
+def load_global(original: Callable, *args: Any, **options: Any) -> Any:
+    run, load = run_args(), partial(original, *args, **options)
+    if run is None:
+        return load()
+    from megatron_asynchzp.mcore.checkpoint.load_guard import guard_load_global
+
+    given = _arguments(original, args, options)
+    is_common, state = given["rank0"], given["sharded_state_dict"]
+    place = given["iteration"], given["release"]
+    return guard_load_global(load, run, given["load_dir"], is_common, state, *place)
 
 
 @replaces(

@@ -19,6 +19,7 @@ from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint import load_guard
 from megatron_asynchzp.mcore.checkpoint.load_guard import chosen_metadata
+from megatron_asynchzp.mcore.checkpoint.operation import Load
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
 from tests.support.saved_state import read_state
@@ -221,11 +222,11 @@ def test_a_load_folder_without_a_checkpoint_is_one_line_after_loading(tmp_path, 
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):
     args, choice = _two_empty(tmp_path, "garbage")
     loaded = []
-    load_guard._load_choice(
+    load_guard._load(
         lambda: loaded.append((args.ckpt_step, chosen_metadata(tmp_path / TRACKER))),
         args,
         str(tmp_path),
-        choice,
+        Load(choice),
     )
     assert loaded == [(4, (4, False))]
     assert args.ckpt_step is None and chosen_metadata(tmp_path / TRACKER) is None
@@ -242,7 +243,7 @@ def test_no_way_of_giving_up_is_a_success_or_a_traceback(tmp_path, error):
 
     args, choice = _two_empty(tmp_path, "4")
     with pytest.raises(ConfigurationError) as refused:
-        load_guard._load_choice(load, args, str(tmp_path), choice)
+        load_guard._load(load, args, str(tmp_path), Load(choice))
     assert "\n" not in str(refused.value) and str(choice.folder) in str(refused.value)
 
 
@@ -253,5 +254,5 @@ def test_what_is_not_about_files_passes(tmp_path, error):
 
     args, choice = _two_empty(tmp_path, "4")
     with pytest.raises(type(error)) as passed:
-        load_guard._load_choice(load, args, str(tmp_path), choice)
+        load_guard._load(load, args, str(tmp_path), Load(choice))
     assert passed.value is error
