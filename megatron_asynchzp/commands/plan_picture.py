@@ -28,6 +28,10 @@ from megatron_asynchzp.planner.space import Space
 
 _SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
 _LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")
+_LANES_MEANING = (
+    "gather, reduce: parameters and gradients among P and G ranks; grad-sync, param-sync: summed "
+    "gradients and updated parameters among the others;\nwait: computation waits for one of these"
+)
 _FRONT = "no plan is faster with as little memory"
 _WIDE = ("compute", "grad-sync", "param-sync")  # an edge would hide the bars of the others
 _SCHEMES = {
@@ -64,7 +68,7 @@ def draw(outcome: Outcome, space: Space, file: Path) -> None:
     above, below = figure.subplots(2, 1, height_ratios=(1.15, 1))
     _draw_trade(above, outcome, space, best)
     _draw_timeline(below, best)
-    styles.add_caption(figure, styles.SIZES_MEANING)
+    styles.add_caption(figure, styles.SIZES_MEANING, _LANES_MEANING)
     try:
         figure.savefig(file, dpi=styles.DPI)
     except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from scripts.report.records import markdown_table
 
-_VERDICTS = "accepted as it is", "accepted, weakened", "refused", "Megatron itself refuses it"
+_VERDICTS = "accepted as it is", "accepted, weakened", "refused", "needs more ranks"
 
 
 def count(lines: Sequence[dict], what: str) -> str:

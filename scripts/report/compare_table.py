@@ -82,7 +82,7 @@ def networks_table(bare: Comparison, found: Sequence[Comparison]) -> str:
             memory = networks[0].row(row.name) or row if networks else row
             line += [_number(value, 1) for value in (memory.state_mb, memory.peak_mb)]
             table.append(line)
-    return markdown_table([*head, "MB at rest", "MB at peak"], table)
+    return markdown_table([*head, "MB between steps", "MB at peak"], table)
 
 
 def state_of(row: Row) -> float:
@@ -122,7 +122,7 @@ def calibration_table(found: Sequence[Comparison]) -> str:
 
 def measured_table(comparison: Comparison) -> str:
     """Every row with times, the fastest first."""
-    head = ["contender", "step ms", "min", "max", "MB off node", "MB at rest", "MB at peak"]
+    head = ["contender", "step ms", "min", "max", "MB off node", "MB between steps", "MB at peak"]
     rows = [
         [
             name_of(row),

@@ -141,6 +141,18 @@ def published_error(series: str, ranks: str) -> str:
     return f"{line['error']:+.1%}"
 
 
+def published_all(quantity: str) -> str:
+    """Of all predicted points that others measured: the "mean" and the "worst" error, and how many
+    "sources" there are and have "missed" their bounds."""
+    lines = read_record("planner_published").lines
+    sources = [line for line in lines if line["kind"] == "summary"]
+    errors = [abs(x["error"]) for x in lines if x["kind"] == "published" and not x["fitted"]]
+    if quantity in ("mean", "worst"):
+        return f"{sum(errors) / len(errors) if quantity == 'mean' else max(errors):.1%}"
+    missed = sum(not source["holds"] for source in sources)
+    return str({"missed": missed, "sources": len(sources)}[quantity])
+
+
 def census_count(what: str) -> str:
     return census_table.count(read_record("census").lines, what)
 
@@ -190,6 +202,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "shrunk worst": shrunk_worst,
     "parity count": parity_count,
     "published": published_error,
+    "published all": published_all,
     "census": census_count,
     "recipes": recipes_count,
     "stated": stated,

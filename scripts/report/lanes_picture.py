@@ -18,7 +18,8 @@ from megatron_asynchzp.planner.simulate import LANE_NAMES
 from megatron_asynchzp.planner.traffic import BETWEEN
 from megatron_asynchzp.sharding.topology import ShardSizes
 
-_MODEL = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 8, (), False)
+# Llama 3 8B, as in the table of README.
+_MODEL = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 32, (), False)
 _MICRO_BATCHES = 4
 _NODES, _CARDS, _CARD_GB_S = 8, 1, 12.5
 _SIZES = {
@@ -44,8 +45,8 @@ _MEANINGS = {
     "param-sync": "sends parameters, once",
 }
 _CAPTION = (
-    f"Simulated by the planner, not measured: 8 layers of width 4096, {_MICRO_BATCHES} "
-    f"micro-batches, {_NODES} nodes of 8 A100 whose GPUs share 100 Gbit/s.",
+    f"Simulated by the planner, not measured: Llama 3 8B, {_MICRO_BATCHES} micro-batches of 8192 "
+    f"tokens on a rank, {_NODES} nodes of 8 A100 whose GPUs share 100 Gbit/s.",
     "ZeRO-3 gathers and reduces across nodes in each micro-batch, the others send across nodes "
     "once in a step.",
     "With 100 Gbit/s for each GPU the difference is smaller: asynchzp plan computes yours.",
@@ -94,7 +95,7 @@ def _draw_step(axes: Any, title: str, one: Costing) -> None:
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_ylim(len(_LANES) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
-    left, held = one.node_nbytes / 1e9, one.memory.states / 2**30
-    facts = f"{step.step_s:.1f} s, {left:.0f} GB leave a node, {held:.1f} GiB a rank at rest"
+    left, held = one.node_nbytes / 2**30, one.memory.states / 2**30
+    facts = f"{step.step_s:.1f} s, {left:.0f} GiB leave a node, {held:.1f} GiB of states a rank"
     styles.set_title(axes, f"{title}: {facts}")
     bare(axes)

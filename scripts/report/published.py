@@ -233,9 +233,6 @@ PICTURES: dict[str, Picture] = {
     "timeline.png": Picture("timeline", _draw_timeline),
     "early_update.png": Picture("early_timeline", _draw_timeline),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
-    "compare_pipelines.png": Picture(
-        "compare_pipelines", lambda r, file: compare_front.draw(r.lines, file)
-    ),
 }
 
 

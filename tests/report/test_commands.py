@@ -3,13 +3,11 @@
 """Tables as commands and every picture, from the published records to the end; and one line for
 wrong input."""
 
-from itertools import combinations
-
 import pytest
-from matplotlib.text import Text
 
 from scripts.report import compare_front
 from scripts.report.__main__ import main
+from scripts.report.compare_rows import comparisons
 from scripts.report.published import PICTURES, TABLES, draw_picture
 from scripts.report.records import append, read_record
 from tests.support.selection import slow_unless
@@ -59,10 +57,21 @@ def test_a_report_without_its_files_ends_in_one_line(words, capsys):
     assert output.startswith("python -m scripts.report: error: ")
 
 
-def test_names_of_points_stand_within_the_frame_and_apart():
-    figure = compare_front.figure_of(read_record("compare").lines)
-    for axes in figure.axes:
-        frame = axes.get_window_extent()
-        boxes = [Text.get_window_extent(text) for text in axes.texts]
-        assert boxes and all(frame.contains(*point) for box in boxes for point in box.corners())
-        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+def test_every_measured_contender_has_a_row_with_its_name_and_two_marks():
+    records = read_record("compare").lines
+    figure = compare_front.figure_of(records)
+    studies = [study for study in comparisons(records) if study.has_network]
+    panels = zip(figure.axes[::2], figure.axes[1::2], strict=True)
+    for study, (times, peaks) in zip(studies, panels, strict=True):
+        rows = {row.name.replace("AsyncHZP threaded", "AsyncHZP"): row for row in study.rows}
+        names = [text.get_text() for text in times.get_yticklabels()]
+        drawn = {name: row for name, row in rows.items() if row.is_timed and row.peak_mb}
+        assert names == list(drawn)
+        for axes, values in (
+            (times, [row.median_ms for row in drawn.values()]),
+            (peaks, [row.peak_mb for row in drawn.values()]),
+        ):
+            marks = [tuple(mark) for group in axes.collections for mark in group.get_offsets()]
+            assert sorted(marks, key=lambda mark: mark[1]) == [
+                (value, place) for place, value in enumerate(values)
+            ]
