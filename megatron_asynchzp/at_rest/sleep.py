@@ -66,7 +66,7 @@ class _Sleep:
         units = [unit for scheduler in schedulers for unit in scheduler.units]
         states = _tensors_of(state, units[0].device)
         for scheduler in schedulers:
-            scheduler.gathers.release_all()
+            scheduler.gathers.reshard_all()
         limit_s = schedulers[0].schedule.time_limit_s
         # What streams still do with the memory that is freed next.
         if not driver.device.synchronize(driver.device.record_event(), limit_s):

@@ -100,7 +100,7 @@ class Arena(MemoryMap[Any]):
         place = self._known.get((extent[0], kind))
         if place is None:
             place = self._known[extent[0], kind] = Place(extent, self._storage(extent, dtype))
-        place.ready = self.claim(extent)
+        place.ready = self.pop_last_users(extent)
         return place
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Arena(MemoryMap[Any]):
         self._memory[region] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         # What used this memory before may still run on the current stream.
         if (event := self._record_event()) is not None:
-            self.note_user(region, event)
+            self.note_last_user(region, event)
 
     def free(self) -> None:
         """Give its memory back, until `allocate`. Nobody holds a place."""

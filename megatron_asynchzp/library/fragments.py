@@ -47,7 +47,7 @@ def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
     slices = unit.layout.slices
     if not unit.is_trained:
         for index, piece in enumerate(slices):
-            yield HeldFragment(piece.name, piece.shape, *unit.model_param.held_of(index))
+            yield HeldFragment(piece.name, piece.shape, *unit.model_param.elements_of(index))
         return
     for piece, own in zip(slices, unit.new_fragments(), strict=True):
         named = piece.name, piece.shape, own.held, own.values

@@ -169,7 +169,7 @@ class ShardedParams:
             return use(*args, **kwargs)
         if use is torch.Tensor.detach:
             self._runtime.settle()
-            return ShardedState(param.shape, *unit.model_param.held_of(index))
+            return ShardedState(param.shape, *unit.model_param.elements_of(index))
         raise ConfigurationError(
             f"{name} is in shards, and not gathered here: call a module that contains it "
             "(model(x), not model.forward(x)), or name the method that uses it to "
@@ -184,7 +184,7 @@ class ShardedParams:
 
     def _load(self, unit: HZPUnit, index: int, values: torch.Tensor) -> None:
         """Take this rank's part of `values`, which is whole, or its part already."""
-        held, own = unit.model_param.held_of(index)
+        held, own = unit.model_param.elements_of(index)
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
         part = part.to(own.device)
@@ -192,7 +192,7 @@ class ShardedParams:
         # the host, where it is not noted what is due.
         is_as_sent = unit.is_trained and (unit.is_main_param_away or not unit.was_written())
         if unit.is_trained:
-            trained, main = unit.main_param.held_of(index)
+            trained, main = unit.main_param.elements_of(index)
             if trained.numel:
                 inside = trained.within(held)
                 main.copy_(part[inside.start : inside.stop])

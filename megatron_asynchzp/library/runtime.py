@@ -131,7 +131,7 @@ def _restore_main_params(unit: HZPUnit, whole: dict[nn.Parameter, torch.Tensor])
     """Let the fp32 main parameters have the values that were there before they were rounded."""
     for index, param in enumerate(unit.params):
         if param in whole and unit.is_trained:
-            held, main = unit.main_param.held_of(index)
+            held, main = unit.main_param.elements_of(index)
             main.copy_(whole[param].reshape(-1)[held.start : held.stop])
 
 

@@ -122,7 +122,7 @@ class Communication:
         with how many and the most bytes that were kept for it. Only what has a budget."""
         params = None if self.budgets.params is None else self.budgets.params.residency
         return {
-            what: (residency.num_found, residency.planned_nbytes)
+            what: (residency.num_hits, residency.planned_nbytes)
             for what, residency in (("gathers", params), ("reductions", self.budgets.grads))
             if residency is not None
         }

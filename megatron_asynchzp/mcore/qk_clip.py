@@ -110,7 +110,7 @@ def _scale(unit: HZPUnit, index: int, columns: int, factors: torch.Tensor) -> No
     """Multiply what this rank holds of parameter number `index`, in each dtype by itself."""
     has_main = unit.is_trained and not unit.is_main_param_aliased
     for buffer in [unit.model_param, *([unit.main_param] if has_main else [])]:
-        held, values = buffer.held_of(index)
+        held, values = buffer.elements_of(index)
         first, last = held.start // columns, -(-held.stop // columns)
         of_rows = factors[first:last].repeat_interleave(columns)
         start = held.start - first * columns

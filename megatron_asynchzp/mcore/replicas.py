@@ -50,9 +50,9 @@ def compare_replicas(
             )
             found += _differing("optimizer states", trained, moments_of, copies)
     # The others would wait for the ranks that see a difference.
-    num_found = torch.tensor(len(found), device=runtimes[0].units[0].device)
-    dist.all_reduce(num_found, dist.ReduceOp.MAX)
-    if not num_found.item():
+    num_hits = torch.tensor(len(found), device=runtimes[0].units[0].device)
+    dist.all_reduce(num_hits, dist.ReduceOp.MAX)
+    if not num_hits.item():
         return
     of_ranks: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)

@@ -88,7 +88,7 @@ class StepOrder:
         self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
         if not overlaps_params:
             for chunk in self._chunks:
-                chunk.params.rebuild_rest()
+                chunk.params.rebuild_remaining()
             self.waited = tuple(range(len(self.actions)))
         for self._phase, phase in enumerate(phases):
             self._chunks[phase.chunk].run(phase)
@@ -120,7 +120,7 @@ class StepOrder:
             if chunk.grads.should_wait(unit, is_last):
                 return
             memory = self.units[unit].memory
-            extent = chunk.grads.take_extent(memory.grads, memory.num_pieces)
+            extent = chunk.grads.hold_extent(memory.grads, memory.num_pieces)
             reduction = self.submit(REDUCE, unit, [computed])
             chunk.grads.note_started(reduction, extent, has_more=memory.num_pieces > 1)
             self._last_reduction[unit] = reduction
@@ -183,35 +183,35 @@ class _Params(ParamsInFlight[int, _Mark, int]):
     def compute(self, unit: int) -> int:
         """The index of the action."""
         if self._order.units[unit].is_gathered:
-            self.use_unit(unit)
-            waits_for = self._gathered[unit].held
+            self.unshard(unit)
+            waits_for = self._gathered[unit].handle
         else:
             self.rebuild_now(unit)
             waits_for = self._syncs.pop(unit, None)
             self.note_shard_used(unit)
         return self._order.compute(unit, (waits_for,))
 
-    def start_gather(self, unit: int, extent: Extent) -> int:
-        users = chain.from_iterable(self._memory.claim(extent))
+    def start_unshard(self, unit: int, extent: Extent) -> int:
+        users = chain.from_iterable(self._memory.pop_last_users(extent))
         after = (*users, self._syncs.pop(unit, None))
         return self._order.submit(GATHER, unit, after)
 
-    def begin_use(self, unit: int, held: int) -> None:
+    def wait_for_unshard(self, unit: int, handle: int) -> None:
         """`compute` waits for the gather."""
 
-    def end_use(self, unit: int, held: int) -> _Mark:
+    def finish_reshard(self, unit: int, handle: int) -> _Mark:
         return self._order.mark()
 
-    def abandon_gather(self, unit: int, held: int) -> _Mark:
-        self._order.await_action(held)
+    def cancel_unshard(self, unit: int, handle: int) -> _Mark:
+        self._order.await_action(handle)
         return self._order.mark()
 
-    def start_sync(self, unit: int) -> None:
+    def start_param_sync(self, unit: int) -> None:
         self._syncs[unit] = self._order.submit(PARAM_SYNC, unit, ())
 
-    def start_preview(self, unit: int) -> None:
+    def start_early_send(self, unit: int) -> None:
         gathered = self._gathered.get(unit)
-        after = (self._order.grad_syncs[unit], None if gathered is None else gathered.held)
+        after = (self._order.grad_syncs[unit], None if gathered is None else gathered.handle)
         self.previews.append(self._order.submit(PARAM_SYNC, unit, after))
 
 
@@ -256,7 +256,7 @@ class _Chunk:
         """Expect the units that the phase uses, as the step before used them."""
         for unit in in_use_order(self._visits, phase.is_forward):
             if self._all[unit].is_gathered:
-                self.params.expect(unit)
+                self.params.skip(unit)
         kept_grads = self._order.kept_grads
         if kept_grads is None or phase.is_forward:
             return
@@ -281,7 +281,7 @@ class _Chunk:
         return {
             unit
             for unit in self._completed()
-            if room.sends(self._all[unit].traffic, self._all[unit].may_be_early, is_forced)
+            if room.should_send(self._all[unit].traffic, self._all[unit].may_be_early, is_forced)
         }
 
     def run(self, phase: Phase) -> None:
@@ -297,7 +297,7 @@ class _Chunk:
         for visit in visits:
             self.params.compute(visit.unit)
             self._forward(visit.inner)
-            self.params.release(visit.unit)
+            self.params.reshard(visit.unit)
 
     def _backward(self, visits: Sequence[Visit], is_last: bool, at_end: list[int]) -> None:
         for visit in reversed(visits):
@@ -305,7 +305,7 @@ class _Chunk:
             computed = self.params.compute(visit.unit)
             self._backward(visit.inner, is_last, at_end)
             last = self._order.last_compute if visit.inner else computed
-            self.params.release(visit.unit)
+            self.params.reshard(visit.unit)
             if not unit.is_trained:
                 continue
             if unit.reduces_at_end:

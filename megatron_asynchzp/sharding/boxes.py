@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the cutting of a run of elements of a tensor into boxes."""
+"""Cuts a run of a tensor's elements into boxes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,26 +11,20 @@ from megatron_asynchzp.sharding.topology import Range
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a row-major tensor whose elements lie one after another.
+    """A rectangular part of a row-major tensor whose elements are contiguous."""
 
-    offset, shape: per dim, in elements.
-    range: the flat elements it consists of.
-    """
-
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # elements, one number per dim
     shape: tuple[int, ...]
-    range: Range
+    range: Range  # its flat elements
 
 
 def cut_into_boxes(shape: Sequence[int], part: Range) -> list[Box]:
-    """The fewest boxes that make up the flat elements `part` of a row-major tensor of `shape`.
+    """Cut the flat elements `part` of a row-major tensor into the fewest boxes, in order.
 
-        shape (4, 6)          . . . . a a       at most 2 x dims - 1 of them: the rest of a row,
-        part  [4, 20)         b b b b b b       whole rows, the beginning of a row
-                              b b b b b b
-                              c c . . . .
-
-    In order of their elements; none for an empty part.
+    shape (4, 6)          . . . . a a       at most 2 x dims - 1 boxes: the rest of a row,
+    part  [4, 20)         b b b b b b       whole rows, the beginning of a row
+                          b b b b b b
+                          c c . . . .
     """
     return list(_boxes(tuple(shape), part.start, part.stop))
 

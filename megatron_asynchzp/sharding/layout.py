@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the offsets of parameters in a unit's flat buffer."""
+"""The offsets of parameters in a unit's flat buffer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from math import prod
 from megatron_asynchzp.sharding.topology import Range
 
 PARAM_ALIGNMENT_NUMEL = 64
-"""Every parameter and every shard starts at a multiple of this many elements (128 bytes in
-bf16), which is what GEMMs, vectorised optimizers and NCCL want."""
+"""Alignment of every parameter and shard, in elements (128 bytes in bf16), as GEMMs, vectorised
+optimizers and NCCL want it."""
 FP32_NBYTES = 4
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """Name, shape and half-open element range of one parameter in the flat buffer."""
+    """Name, shape and flat range of one parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,13 +30,12 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters of one unit, in order, in one flat buffer that divides over `num_shards` ranks.
+    """The parameters of one unit, in order, in a flat buffer that divides over `num_shards` ranks.
 
         | weight | pad | bias | pad | ... | padding to num_shards x alignment |
 
-    A function of names, shapes and `num_shards` alone: ranks that hold the same parameters
-    (tensor-parallel peers, both ends of a tied embedding) get the same layout, so element-wise
-    collectives between them work on shards.
+    It depends on names, shapes and `num_shards` alone. So ranks with the same parameters
+    (tensor-parallel peers, both ends of a tied embedding) can reduce shards element by element.
     """
 
     slices: tuple[ParamSlice, ...]
@@ -45,7 +44,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, params: Iterable[tuple[str, tuple[int, ...]]], num_shards: int) -> "FlatLayout":
-        """Lay out (name, shape) pairs; raises ValueError for a repeated name."""
+        """Lay out pairs (name, shape); raise ValueError for a repeated name."""
         slices: list[ParamSlice] = []
         offset = numel = 0
         for name, shape in params:
@@ -60,5 +59,5 @@ class FlatLayout:
         return cls(tuple(slices), numel, padded)
 
     def fragments(self, shard: Range) -> list[Range]:
-        """Return `shard`'s part of each parameter, in flat coordinates; empty ranges included."""
+        """Return the part of each parameter in `shard`, in flat coordinates; some may be empty."""
         return [piece.range.intersect(shard) for piece in self.slices]

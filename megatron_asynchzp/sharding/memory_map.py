@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns who holds which part of one memory, and who used each last. Knows addresses alone."""
+"""Tracks which addresses of a memory are held, and the last user of each."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -10,20 +10,17 @@ Extent = tuple[int, int]
 
 
 class MemoryMap[User]:
-    """Parts of one memory that are held in turn.
+    """Parts of one memory that are held in turn; `User` stands for a use, such as an event.
 
         | root | layer 3 |       free       | layer 2 |
 
-    What is taken is the first free part that is large enough, seen from one end: those of different
-    size that ask for opposite ends leave what is free in one piece between them. Everything follows
-    from the order of calls alone, which is the same on every rank; so which part it is, and when it
-    is free, never depends on timing.
-
-    nbytes: how much there is, held or free. User: what stands for a use of a part: an event, say.
+    `hold` returns the first free part that is large enough, seen from one end. Users of different
+    sizes start at opposite ends, so free memory stays in one piece. The result depends on the order
+    of calls alone, which is the same on every rank, and never on timing.
     """
 
     def __init__(self, nbytes: int = 0):
-        self.nbytes = 0
+        self.nbytes = 0  # held and free
         self._regions: list[Extent] = []
         self._held: list[Extent] = []  # sorted
         self._last_users: list[tuple[Extent, User]] = []
@@ -32,24 +29,24 @@ class MemoryMap[User]:
 
     @property
     def num_held(self) -> int:
-        """Parts that are held now."""
+        """The number of parts held now."""
         return len(self._held)
 
     def grow(self, nbytes: int) -> Extent:
-        """So much more, for good: more is needed at once than there was. Returns where it is."""
+        """Add `nbytes` for good and return their extent."""
         region = (self.nbytes, self.nbytes + nbytes)
         self._regions.append(region)
         self.nbytes = region[1]
         return region
 
     def reserve(self, nbytes: int) -> Extent:
-        """So much more, which `take` never finds: for seats."""
+        """Add `nbytes` that `hold` never returns, for seats, and return their extent."""
         region = self.grow(nbytes)
         self._regions.remove(region)
         return region
 
-    def take(self, nbytes: int, from_top: bool = False) -> Extent | None:
-        """Hold `nbytes`, seen from one end; None where no free part is large enough."""
+    def hold(self, nbytes: int, from_top: bool = False) -> Extent | None:
+        """Hold `nbytes`, seen from one end; return None if no free part is large enough."""
         start = first_fit(self._regions, self._held, nbytes, from_top)
         if start is None:
             return None
@@ -57,21 +54,20 @@ class MemoryMap[User]:
         insort(self._held, extent)
         return extent
 
-    def give_back(self, extent: Extent, last_user: User | None = None) -> None:
-        """Hold `extent` no longer; it may be written again once `last_user` has ended."""
+    def release(self, extent: Extent, last_user: User | None = None) -> None:
+        """Stop holding `extent`; it may be written again when `last_user` has ended."""
         if extent not in self._held:
-            raise RuntimeError("a place was given back twice")
+            raise RuntimeError(f"the bytes {extent} were released twice")
         self._held.remove(extent)
         if last_user is not None:
-            self.note_user(extent, last_user)
+            self.note_last_user(extent, last_user)
 
-    def note_user(self, extent: Extent, user: User) -> None:
-        """`user` is the last one of `extent`."""
+    def note_last_user(self, extent: Extent, user: User) -> None:
+        """Record `user` as the last user of `extent`."""
         self._last_users.append((extent, user))
 
-    def claim(self, extent: Extent) -> list[User]:
-        """Return the last users of any part of `extent`, forgotten as far as it goes: what writes
-        there later comes after its next user."""
+    def pop_last_users(self, extent: Extent) -> list[User]:
+        """Return and forget the last users of `extent`: the caller writes there after them."""
         users: list[User] = []
         rest: list[tuple[Extent, User]] = []
         for used, user in self._last_users:
@@ -87,37 +83,39 @@ class MemoryMap[User]:
         self,
         nbytes: int,
         from_top: bool,
-        beside: Sequence[Extent],
+        neighbours: Sequence[Extent],
         more: Sequence[tuple[int, bool]],
     ) -> bool:
-        """Whether after `take` of so many bytes parts for all of `more`, each (nbytes, from_top),
-        could be found one after another if nothing but that one and `beside` were held."""
+        """Return whether `hold(nbytes, from_top)` leaves room for all (nbytes, from_top) in `more`.
+
+        Besides the new part, only `neighbours` count as held.
+        """
         start = first_fit(self._regions, self._held, nbytes, from_top)
         if start is None:
             return False
-        taken = sorted([(start, start + nbytes), *beside])
+        held = sorted([(start, start + nbytes), *neighbours])
         for size, is_from_top in more:
-            start = first_fit(self._regions, taken, size, is_from_top)
+            start = first_fit(self._regions, held, size, is_from_top)
             if start is None:
                 return False
-            insort(taken, (start, start + size))
+            insort(held, (start, start + size))
         return True
 
 
 def first_fit(
     regions: Sequence[Extent], held: Sequence[Extent], nbytes: int, from_top: bool = False
 ) -> int | None:
-    """Find where the first free part of `regions` that has `nbytes` begins, seen from one end; seen
-    from the upper one, where its last `nbytes` begin. None without one.
+    """Return the start of `nbytes` in the first free part of `regions` that has them, else None.
 
-    held: what is taken, sorted, each within a region.
+    Seen `from_top`, they are the last `nbytes` of the highest such part. `held` is sorted, each
+    extent within a region.
     """
     free: list[Extent] = []
     for start, stop in regions:
-        for taken in held:
-            if start <= taken[0] < stop:
-                free.append((start, taken[0]))
-                start = taken[1]
+        for extent in held:
+            if start <= extent[0] < stop:
+                free.append((start, extent[0]))
+                start = extent[1]
         free.append((start, stop))
     for start, stop in reversed(free) if from_top else free:
         if stop > start and stop - start >= nbytes:
@@ -125,12 +123,12 @@ def first_fit(
     return None
 
 
-def overlap(one: Extent, other: Extent) -> bool:
-    """Whether the two have an address in common."""
-    return one[0] < other[1] and other[0] < one[1]
+def overlap(left: Extent, right: Extent) -> bool:
+    """Return whether two extents have an address in common."""
+    return left[0] < right[1] and right[0] < left[1]
 
 
-def _without(extent: Extent, taken: Extent) -> list[Extent]:
-    """Return the parts of `extent` outside `taken`, which overlaps it; no empty ones."""
-    rest = (extent[0], taken[0]), (taken[1], extent[1])
+def _without(extent: Extent, hole: Extent) -> list[Extent]:
+    """Return the non-empty parts of `extent` outside `hole`, which overlaps it."""
+    rest = (extent[0], hole[0]), (hole[1], extent[1])
     return [part for part in rest if part[0] < part[1]]

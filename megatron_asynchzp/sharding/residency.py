@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what stays in memory from one use to a later one, within a budget: gather once, reduce once,
-for several micro-batches (paper, section 4.3.2).
-"""
+"""Decides which users stay in memory until a later use (paper, section 4.3.2)."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -12,18 +10,17 @@ from megatron_asynchzp.sharding.uses import Uses
 def kept_gaps[User](
     uses: Sequence[User], nbytes_of: Callable[[User], int], budget: int, counts_own: bool = False
 ) -> frozenset[int]:
-    """Which users to keep in memory from one use to their next.
+    """Return the positions in `uses` after which the user stays in memory until its next use.
 
-    uses: who uses its memory, in order; a user may occur many times.
-    budget: bytes that may be kept.
-    counts_own: whether what the user whose turn it is had kept is a part of them, or has a place of
-        its own.
+    This is Belady's rule on the gaps between two uses of a user: above the budget, the gap that
+    ends last goes. For users of equal size no choice keeps more. A gap with nothing in between
+    takes no memory, unless `counts_own`.
 
-    Returns the positions in `uses` after which a user is kept until its next use.
-
-    This is Belady's rule, looked at from the gaps between two uses of one user: where more is kept
-    than the budget allows, what is used last in the future goes. Of users of equal size no choice
-    keeps more. A gap with nothing in between takes no memory unless a user's own counts.
+    Args:
+        uses: users in the order of their uses.
+        nbytes_of: bytes of a user.
+        budget: bytes that may be kept.
+        counts_own: count the kept memory of the current user, too.
     """
     next_use: dict[User, int] = {}
     gap_ends: dict[int, int] = {}
@@ -57,48 +54,43 @@ def kept_gaps[User](
 
 
 class Residency[User]:
-    """Decides from the last step what the next one keeps. The chunks of a rank share one, as they
-    share its memory.
+    """Decides from the last step which users the next step keeps.
 
-    Everything follows from the order of uses, which is the same on every rank. A step that departs
-    from the one before keeps nothing more from there on.
-
-    budget: bytes that may be kept, 0 for one that keeps nothing yet.
-    nbytes_of: those of a user.
-    counts_own: see kept_gaps.
-    planned_nbytes: the most that a step keeps at a time.
-    num_found: uses of the last step that found their memory kept.
+    The chunks of a rank share one object, as they share its memory. Decisions follow from the order
+    of uses, which is the same on every rank. After its first departure from the step before it, a
+    step keeps nothing more. With a budget of 0 nothing is kept until `enlarge`.
     """
 
     def __init__(self, budget: int, nbytes_of: Callable[[User], int], counts_own: bool = False):
         self.budget, self._nbytes_of, self._counts_own = budget, nbytes_of, counts_own
         self._uses = Uses[User]()
-        self._last: dict[User, int] = {}
+        self._last: dict[User, int] = {}  # position of each user's last use in this step
         self._gaps: frozenset[int] = frozenset()
-        self._num_found = 0
-        self.planned_nbytes = self.num_found = 0
+        self._num_hits = 0
+        self.planned_nbytes = 0  # the most that a step keeps at a time
+        self.num_hits = 0  # uses of the last step whose memory was kept
 
     def restart(self) -> None:
-        """A step begins; the one before it, if it used anything, is the record from now on."""
+        """Begin a step; the step before it becomes the record, unless it used nothing."""
         if not self._uses.used:
             return
-        self.num_found, self._num_found = self._num_found, 0
+        self.num_hits, self._num_hits = self._num_hits, 0
         if self._uses.restart():
             self._plan()
         self._last.clear()
 
     @property
     def record(self) -> Sequence[User]:
-        """The uses of the last step that used anything, for `expect` of another process."""
+        """The uses of the last step that used anything, for `expect`."""
         return self._uses.used or self._uses.expected
 
     def expect(self, uses: Sequence[User]) -> None:
-        """Before the first step of a run that goes on: `uses` was the last step's record."""
+        """Set the last step's record before the first step of a resumed run."""
         self._uses.expected = list(uses)
         self._plan()
 
     def enlarge(self, nbytes: int) -> None:
-        """From the next use on, between two steps, so much more may be kept."""
+        """Add `nbytes` to the budget, between two steps."""
         self.budget += nbytes
         self._plan()
 
@@ -110,14 +102,14 @@ class Residency[User]:
         self.planned_nbytes = most_kept_nbytes(*plan, self._gaps, self._counts_own)
 
     def visit(self, user: User) -> None:
-        """`user` has its turn now."""
+        """Record that `user` has its turn now."""
         if self._uses.is_followed:
-            self._num_found += self._last.get(user) in self._gaps
+            self._num_hits += self._last.get(user) in self._gaps
         self._last[user] = len(self._uses.used)
         self._uses.visit(user)
 
     def keeps(self, user: User) -> bool:
-        """Whether `user`, whose turn is over, is kept until its next one."""
+        """Return whether `user`, whose turn is over, is kept until its next turn."""
         return self._uses.is_followed and self._last.get(user) in self._gaps
 
 
@@ -127,7 +119,7 @@ def most_kept_nbytes[User](
     gaps: Collection[int],
     counts_own: bool = False,
 ) -> int:
-    """The most bytes that lie in `gaps`, as kept_gaps returns them, during somebody's turn."""
+    """Return the most bytes in `gaps`, as kept_gaps returns them, during any turn."""
     most = nbytes = 0
     kept: set[User] = set()
     for position, user in enumerate(uses):

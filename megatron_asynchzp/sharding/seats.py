@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the seats: where the gathered parameters lie of units whose computation is captured in CUDA
-graphs, which read one address for good. Needs no tensors.
+"""Assigns seats: fixed addresses of gathered parameters that CUDA graphs read.
 
 A unit has one seat for both directions and all micro-batches, and shares it with every n-th unit of
-its size, where n are in memory at a time:
+its size, where n is the number of such units in memory at a time:
 
     layer  0 1 2 3 4        one ahead, so n = 2
     seat   0 1 0 1 0
@@ -16,11 +15,10 @@ from collections.abc import Sequence
 from megatron_asynchzp.sharding.memory_map import Extent
 
 
-def seats_of(units: Sequence[tuple[str, int]], num_ahead: int) -> list[Extent]:
-    """The seat of each unit, counted from the begin of the memory for all seats.
+def assign_seats(units: Sequence[tuple[str, int]], num_ahead: int) -> list[Extent]:
+    """Return the seat of each unit (layer, bytes), in the order of use, counted from 0.
 
-    units: layer and bytes of each, in the order of their use; those of one layer are needed at the
-        same time. num_ahead: layers of each size that are gathered ahead of the one that computes.
+    Units of one layer are needed at the same time, and `num_ahead` layers of each size ahead.
     """
     in_layer, in_class = Counter[tuple[str, int]](), Counter[tuple[int, int]]()
     starts: dict[tuple[int, int, int], int] = {}

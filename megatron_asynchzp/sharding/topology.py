@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the arithmetic of ranks: which ranks share a shard, and which shard a rank owns."""
+"""The arithmetic of ranks: which ranks share a shard, and which shard a rank owns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,111 +11,108 @@ from megatron_asynchzp.errors import ConfigurationError
 
 
 class Range(NamedTuple):
-    """Half-open range of element indices of a flat buffer."""
+    """A half-open range of elements of a flat buffer."""
 
     start: int
     stop: int
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
     def intersect(self, other: "Range") -> "Range":
-        """The common part; an empty range (numel 0) where there is none."""
+        """Return the common part; it is empty (numel 0) if there is none."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
     def within(self, outer: "Range") -> "Range":
-        """This range in the coordinates of `outer`, which must contain it."""
+        """Return this range in the coordinates of `outer`, which must contain it."""
         if not (outer.start <= self.start and self.stop <= outer.stop):
             raise ValueError(f"{self} is not within {outer}")
         return Range(self.start - outer.start, self.stop - outer.start)
 
 
 LONGEST_AXIS = 64
-"""Ranks along an axis that is not cut: NCCL's ring takes 0.9 ms for so many nodes, whatever is
-sent."""
+"""The most ranks along an axis before it is cut: NCCL's ring over 64 nodes takes 0.9 ms for any
+number of bytes."""
 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """How many ranks share one copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1).
+    """How many ranks share one copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1)."""
 
-    param: ranks per copy of the model parameters (Z3).
-    grad: of the gradients (Z2).
-    optim: of the optimizer state and main parameters (Z1).
-    cuts: where axes of the mesh end beside these (numbers of ranks, each a multiple of the one
-        before): a collective along one long axis takes a hop for each of its ranks, along two that
-        multiply to it a hop for each of their sum. `with_short_axes` chooses them.
-    """
-
-    param: int
-    grad: int
-    optim: int
+    param: int  # ranks per copy of the model parameters (Z3)
+    grad: int  # ranks per copy of the gradients (Z2)
+    optim: int  # ranks per copy of the optimizer state and main parameters (Z1)
     cuts: tuple[int, ...] = ()
+    """More ends of mesh axes, in ranks, each a multiple of the one before. A collective along an
+    axis takes as many hops as the axis has ranks, so two short axes take fewer hops than their
+    product. `with_short_axes` chooses them."""
 
     def boundaries(self, world_size: int) -> list[int]:
-        """Where the axes of the mesh of `world_size` ranks begin and end."""
+        """Return the strides at which axes of a mesh begin and end."""
         return sorted({1, self.param, self.grad, self.optim, world_size, *self.cuts})
 
     def check(self, world_size: int) -> None:
-        """Raise ConfigurationError unless the sizes nest, with the cuts among them, and
-        `world_size` is a multiple of them.
+        """Raise ConfigurationError unless sizes and cuts nest and divide `world_size`.
 
-        Nesting (each of the sorted sizes divides the next, optim is the largest) is what lets a
-        rank's optimizer shard lie inside its gradient and its parameter shard, so that no byte
-        moves between the three.
+        Nested sizes put a rank's optimizer shard inside its gradient and parameter shards, so no
+        byte moves between the three.
         """
         for name in ("param", "grad", "optim"):
             size = getattr(self, name)
             if size < 1:
                 raise ConfigurationError(
-                    f"{name} shard size {size} is not a positive number of ranks"
+                    f"{name} shard size {size} is not a positive number of ranks. "
+                    f"Choose 1 to {world_size}."
                 )
             if size > world_size:
                 raise ConfigurationError(
-                    f"{name} shard size {size} exceeds the {world_size} ranks of the sharding group"
+                    f"{name} shard size {size} exceeds the {world_size} ranks of the sharding "
+                    f"group. Choose at most {world_size}."
                 )
         for name in ("param", "grad"):
             if self.optim % getattr(self, name):
                 raise ConfigurationError(
                     f"optim shard size {self.optim} is not a multiple of the {name} shard size "
-                    f"{getattr(self, name)}"
+                    f"{getattr(self, name)}. Raise the optim or lower the {name} shard size."
                 )
         small, large = sorted((self.param, self.grad))
         if large % small:
             raise ConfigurationError(
-                f"param shard size {self.param} and grad shard size {self.grad} do not nest: "
-                "one must divide the other"
+                f"param shard size {self.param} and grad shard size {self.grad} do not nest. "
+                f"Choose a multiple of {small} in place of {large}."
             )
         if world_size % self.optim:
             raise ConfigurationError(
                 f"optim shard size {self.optim} does not divide the {world_size} ranks of the "
-                "sharding group"
+                f"sharding group. Choose a divisor of {world_size}."
             )
         for cut in self.cuts:
             if not 1 <= cut <= self.optim:
                 raise ConfigurationError(
                     f"an axis of the mesh cannot be cut at {cut} ranks, as the optim shard size is "
-                    f"{self.optim}"
+                    f"{self.optim}. Choose cuts from 1 to {self.optim}."
                 )
         ends = self.boundaries(world_size)
         for inner, outer in zip(ends, ends[1:]):
             if outer % inner:
                 raise ConfigurationError(
                     f"the axes of the mesh would end at {', '.join(map(str, ends))} ranks, and "
-                    f"{inner} does not divide {outer}: choose other cuts"
+                    f"{inner} does not divide {outer}. Choose cuts that nest with the shard sizes."
                 )
 
     def restricted_to(self, world_size: int) -> "ShardSizes":
-        """The same sizes for a smaller group (experts): gcd with its size keeps them nested."""
+        """Return the sizes for a smaller group (experts): gcd with its size keeps them nested."""
         sizes = (gcd(size, world_size) for size in (self.param, self.grad, self.optim))
         return ShardSizes(*sizes, cuts=tuple(sorted({gcd(cut, world_size) for cut in self.cuts})))
 
     def with_short_axes(self, in_node: int) -> "ShardSizes":
-        """The same sizes with cuts where an axis, other than that of the replicas, would have more
-        than LONGEST_AXIS ranks. in_node: of a node, consecutive ranks of the sharding group; they
-        become an axis of their own where they are a part of one that is cut."""
+        """Cut every axis of more than LONGEST_AXIS ranks, except that of the replicas.
+
+        A node of `in_node` consecutive ranks becomes an axis if it is a part of a cut axis.
+        """
         cuts = set(self.cuts)
         ends = self.boundaries(self.optim)
         for inner, outer in zip(ends, ends[1:]):
@@ -132,44 +129,30 @@ class ShardSizes:
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of the mesh of a sharding group, seen from one rank.
+    """One axis of the mesh of a sharding group, seen from one rank."""
 
-    size: ranks along the axis.
-    stride: distance of neighbours in group rank.
-    coordinate: this rank's position.
-    members: group ranks along it, this one included.
-    """
-
-    size: int
-    stride: int
-    coordinate: int
-    members: range
+    size: int  # ranks along the axis
+    stride: int  # distance of neighbours in group rank
+    coordinate: int  # this rank's position
+    members: range  # group ranks along the axis, including this rank
 
 
 @dataclass(frozen=True)
 class ShardTopology:
     """The mesh of one sharding group (law 1) and the place of one rank in it.
 
-    The distinct sizes and cuts, sorted, cut the group into axes, the inner one first (the fastest
-    link: consecutive ranks). A state of shard size Z is sharded over the inner axes whose product
-    is Z:
+    The sorted sizes and cuts are the ends of the axes, innermost (the fastest link) first. A state
+    of shard size Z is sharded over the inner axes whose product is Z, so ranges nest:
 
         8 ranks, param 2, grad 4, optim 8          axes (inner first) 2, 2, 2
         rank       0    1    2    3    4    5    6    7
         param    [ A ][ B ][ A ][ B ][ A ][ B ][ A ][ B ]     halves
         grad     [A0 ][B0 ][A1 ][B1 ][A0 ][B0 ][A1 ][B1 ]     a half of that half
         optim    [A00][B00][A10][B10][A01][B01][A11][B11]     a half of that quarter
-
-    so a rank's ranges nest, and each collective changes one axis only (law 2).
-
-    world_size: ranks of the sharding group.
-    rank: this rank in it, in [0, world_size).
-
-    Raises ConfigurationError for sizes that do not nest.
     """
 
-    world_size: int
-    rank: int
+    world_size: int  # ranks of the sharding group
+    rank: int  # this rank in the sharding group
     sizes: ShardSizes
 
     def __post_init__(self) -> None:
@@ -190,14 +173,14 @@ class ShardTopology:
         return MeshAxis(size, inner, coordinate, range(first, first + size * inner, inner))
 
     def lines(self, axis: MeshAxis) -> Iterator[range]:
-        """The group ranks along `axis` for every rank of the group, each once, in one order."""
+        """Yield the group ranks of each line along `axis`, in a fixed order."""
         span = axis.stride * axis.size
         for start in range(0, self.world_size, span):
             for first in range(start, start + axis.stride):
                 yield range(first, start + span, axis.stride)
 
     def axes_between(self, inner: int, outer: int) -> tuple[MeshAxis, ...]:
-        """The axes, innermost first, that take a shard of size `inner` to one of size `outer`."""
+        """Return the axes, innermost first, that take a shard of size `inner` to size `outer`."""
         return tuple(a for a in self.axes if inner <= a.stride and a.stride * a.size <= outer)
 
     @property
@@ -227,14 +210,11 @@ class ShardTopology:
 
     @property
     def replica_index(self) -> int:
-        """Which copy of the optimizer state this rank belongs to; 0 counts in norms."""
+        """Which copy of the optimizer state this rank has; copy 0 counts in norms."""
         return self.rank // self.sizes.optim
 
     def shard_range(self, shard_size: int, numel: int) -> Range:
-        """The elements this rank owns of `numel` sharded over `shard_size` ranks.
-
-        `shard_size` is a product of inner axes and must divide `numel`.
-        """
+        """Return this rank's elements of `numel` elements sharded over `shard_size` ranks."""
         if numel % shard_size:
             raise ValueError(f"{numel} elements do not divide over {shard_size} ranks")
         start, length = 0, numel
@@ -247,8 +227,10 @@ class ShardTopology:
 
 
 def _even_factors(size: int) -> list[int]:
-    """Factors of `size`, descending: as few as have at most LONGEST_AXIS each, or its largest prime
-    where that is more, and as even as can be."""
+    """Return the fewest and most even factors, descending.
+
+    Each is at most LONGEST_AXIS, or the largest prime factor.
+    """
     primes, rest, divisor = list[int](), size, 2
     while rest > 1:
         if divisor * divisor > rest:
@@ -270,5 +252,5 @@ def _even_factors(size: int) -> list[int]:
 
 
 def spans_nodes(global_ranks: Sequence[int], ranks_per_node: int) -> bool:
-    """Whether a group of global ranks reaches over more than one node."""
+    """Return whether a group of global ranks covers more than one node."""
     return len({rank // ranks_per_node for rank in global_ranks}) > 1

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the record of what a step uses, in order: what the step before did is what the next one is
-expected to do.
-"""
+"""Records what a step uses, in order."""
 
 from collections.abc import Sequence
 
@@ -10,24 +8,17 @@ from collections.abc import Sequence
 class Uses[User]:
     """The sequence of uses of one step, forward and backward of all micro-batches.
 
-    A step that departs from the one before it (a module skipped, an early exit) is followed no
-    further until the next one begins, whose record it is.
-
-    expected: what the step before used.
-    used: what this one has used so far.
-    is_followed: whether that is the beginning of what was expected.
+    The next step is expected to repeat it. Once that departs (a skipped module, an early exit), the
+    record says nothing more until a new step begins.
     """
 
     def __init__(self) -> None:
-        self.expected: list[User] = []
-        self.used: list[User] = []
-        self.is_followed = True
+        self.expected: list[User] = []  # the uses of the step before
+        self.used: list[User] = []  # the uses of this step so far
+        self.is_followed = True  # whether `expected` begins with `used`
 
     def restart(self) -> bool:
-        """A step begins; the one before it, if it used anything, is the record from now on.
-
-        Returns whether the record is another one than before.
-        """
+        """Begin a step; return whether the record changed. A step without uses is no record."""
         self.is_followed = True
         if not self.used:
             return False
@@ -35,7 +26,7 @@ class Uses[User]:
         return before != self.expected
 
     def visit(self, user: User) -> User | None:
-        """`user` has its turn now. Returns who was expected, at the first departure only."""
+        """Record a use; return the expected user at the step's first departure."""
         position = len(self.used)
         self.used.append(user)
         if not self.is_followed:
@@ -45,6 +36,6 @@ class Uses[User]:
         return None if self.is_followed else expected
 
     def upcoming(self, most: int) -> Sequence[User]:
-        """The next uses, as far as they are known, at most that many."""
+        """Return at most `most` of the next uses, as far as they are known."""
         position = len(self.used)
         return self.expected[position : position + most] if self.is_followed else ()

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the hash by which ranks compare the values of tensors without sending them."""
+"""The hash by which ranks compare the values of tensors without sending them."""
 
 from collections.abc import Iterable
 
 import torch
 
 _AT_ONCE = 1 << 18  # elements
-# Not of 8 bytes: there the highest bit counts the same at every place.
+# No integers of 8 bytes: their highest bit would count the same at every place.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _GOLDEN = -7046029254386353131  # 2^64 over the golden ratio, odd
 _MIXERS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))  # SplitMix64's
@@ -15,12 +15,11 @@ _MIXERS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))  # S
 
 @torch.no_grad()
 def value_hash(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The hash (0-dim, int64) of the bits of `tensors`, which are strided and of any dtype, one
-    after the other. It is computed where they are, and lies on `device`.
+    """Return the hash (0-dim, int64, on `device`) of the bits of strided `tensors`, in order.
 
-    It is the sum, modulo 2^64, of all elements' bits, each times an odd number that looks random.
-    So a change of one element always shows, and one of several does, up to chance: what changes
-    places (rows of a permutation) or cancels in a sum, unlike with weights that grow by a constant.
+    Each tensor is hashed on its own device. The hash is the sum, modulo 2^64, of each element's
+    bits times an odd pseudo-random number. It changes with any one element and, up to chance, with
+    several: swapped rows, and changes that cancel in a plain sum.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     place, odd = 0, torch.empty(0)
@@ -43,13 +42,13 @@ def value_hash(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """1-D, of integers of at most 4 bytes."""
+    """Return the elements as 1-D integers of at most 4 bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return flat.view(_BITS[flat.element_size()])
 
 
 def _odd_numbers(num: int, device: torch.device) -> torch.Tensor:
-    """int64, of a block: SplitMix64 of each place."""
+    """Return the odd numbers of a block, int64: SplitMix64 of each place."""
     numbers = torch.arange(1, min(num, _AT_ONCE) + 1, device=device).mul_(_GOLDEN)
     for shift, factor in _MIXERS:
         high = numbers >> shift

@@ -313,7 +313,7 @@ class HZPRuntime(StepScheduler):
             yield
             self._note_compute("backward", units)
             for unit in units:
-                self._release(unit)
+                self._reshard(unit)
         finally:
             batch.part, batch.in_backward = None, False
 
@@ -376,7 +376,7 @@ class HZPRuntime(StepScheduler):
             if self._batch.depth[unit] == 0 and not self._batch.in_backward:
                 is_whole = unit.is_always_unsharded
                 pointer = 0 if is_whole else unit.full_param_storage.untyped_storage().data_ptr()
-                self._release(unit, has_computed=True)
+                self._reshard(unit, has_computed=True)
                 if unit in self.gathers.viewed and pointer:
                     self._refuse_kept_views(unit, pointer)
 
@@ -400,7 +400,7 @@ class HZPRuntime(StepScheduler):
         if torch.is_grad_enabled():
             # A backward that builds a graph (that of a gradient's norm): the backward of that graph
             # reads parameters again, where it likes.
-            self.gathers.send_nothing_early()
+            self.gathers.stop_early_sends()
         if self._is_within_forward:
             for unit in units:
                 self._read_within(unit)
@@ -437,7 +437,7 @@ class HZPRuntime(StepScheduler):
     def _end_within(self) -> None:
         for unit in self._batch.read_within:
             if not self._batch.depth.get(unit):
-                self._release(unit)
+                self._reshard(unit)
         self._batch.read_within.clear()
 
     def _unshard_saved(self, unit: HZPUnit) -> None:
@@ -457,7 +457,7 @@ class HZPRuntime(StepScheduler):
         self._begin_backward()
         self._note_compute("backward", units)
         for unit in (unit for unit in units if not self._batch.depth.get(unit)):
-            self._release(unit)
+            self._reshard(unit)
             if unit in self._batch.reduced:
                 # One backward of several forwards: autograd adds up what they give a parameter.
                 self._reduce_last.add(unit)
@@ -472,7 +472,7 @@ class HZPRuntime(StepScheduler):
             self._captured_grads.take(unit)
             if unit in self._batch.started_backward or self.reductions.has_pending(unit):
                 self._reduce(unit)
-            self._release(unit)
+            self._reshard(unit)
         self._batch.started_backward.clear()
         self._batch.reduced.clear()
         self._batch.in_backward = False
@@ -484,15 +484,15 @@ class HZPRuntime(StepScheduler):
         # What is made here outlives an inference mode, which would mark it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
-                self.gathers.use(unit)
+                self.gathers.unshard(unit)
                 self.refuse_write(unit)
         self._saved_views.track(unit)
 
-    def _release(self, unit: HZPUnit, has_computed: bool = False) -> None:
+    def _reshard(self, unit: HZPUnit, has_computed: bool = False) -> None:
         with _without_modes() if unit.is_unsharded else _NOTHING:
             if has_computed:
                 self.refuse_write_in_use(unit)
-            self.gathers.release(unit)
+            self.gathers.reshard(unit)
 
     def _reduce(self, unit: HZPUnit) -> None:
         with _without_modes():

@@ -138,17 +138,17 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     # ---- use
 
-    def use(self, unit: HZPUnit) -> None:
+    def unshard(self, unit: HZPUnit) -> None:
         """Make the full parameters of `unit` readable on the current stream."""
         if self.is_training:
             self._used.setdefault(unit)
         if unit.is_always_unsharded:
-            self.use_shard(unit)
+            self.restore_shard(unit)
             self.rebuild_now(unit)
             if (sync := self._syncs.pop(unit, None)) is not None:
                 sync.wait()
             self.note_shard_used(unit)
-        elif (expected := self.use_unit(unit)) is not None:
+        elif (expected := super().unshard(unit)) is not None:
             self._warn_once(
                 "departure",
                 f"step {self._driver.step} uses {unit.name} where the step before used "
@@ -164,7 +164,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     # ---- what ParamsInFlight decides
 
-    def start_gather(self, unit: HZPUnit, extent: Extent) -> _Gather:
+    def start_unshard(self, unit: HZPUnit, extent: Extent) -> _Gather:
         place = self.arena.place_at(
             extent,
             unit.size_key,
@@ -185,20 +185,20 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         )
         return _Gather(place, task)
 
-    def begin_use(self, unit: HZPUnit, held: _Gather) -> None:
-        self._await(held)
+    def wait_for_unshard(self, unit: HZPUnit, handle: _Gather) -> None:
+        self._await(handle)
         self._syncs.pop(unit, None)  # the gather came after it
-        place = held.place
+        place = handle.place
         unit.point_at(place.storage, place.views_for(unit.views_key, unit.views_of))
 
-    def _await(self, held: _Gather) -> None:
-        task, held.task = held.task, None
+    def _await(self, handle: _Gather) -> None:
+        task, handle.task = handle.task, None
         assert task is not None  # nobody has waited for it
         task.wait()
 
-    def end_use(self, unit: HZPUnit, held: _Gather) -> Any:
+    def finish_reshard(self, unit: HZPUnit, handle: _Gather) -> Any:
         unit.reshard()
-        place = held.place
+        place = handle.place
         # On a device a collective's handle is dropped where it is waited for, by this thread.
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
             if unit in self.seats:
@@ -225,11 +225,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             self._outside.add(unit.size_key)
             self.arena.abandon(place)
 
-    def abandon_gather(self, unit: HZPUnit, held: _Gather) -> Any:
-        self._await(held)
-        return None if held.place.is_outside else self._device.record_event()
+    def cancel_unshard(self, unit: HZPUnit, handle: _Gather) -> Any:
+        self._await(handle)
+        return None if handle.place.is_outside else self._device.record_event()
 
-    def start_sync(self, unit: HZPUnit) -> None:
+    def start_param_sync(self, unit: HZPUnit) -> None:
         self._syncs[unit] = self._driver.submit(
             Task(
                 "param-sync",
@@ -241,7 +241,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             )
         )
 
-    def note_late(self) -> None:
+    def note_early_sends_stopped(self) -> None:
         self._warn_once(
             "early",
             "the model is used again between a backward and the update, so parameters are sent "
@@ -278,13 +278,13 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 unit.reshard()
             for place in places:
                 place.note_owners()
-                self.arena.note_user(place.extent, self._device.record_event())
+                self.arena.note_last_user(place.extent, self._device.record_event())
 
     # ---- shards
 
-    def start_preview(self, unit: HZPUnit) -> None:
+    def start_early_send(self, unit: HZPUnit) -> None:
         preview, gathered = self._previews[unit], self._gathered.get(unit)
-        gather = None if gathered is None else gathered.held.task
+        gather = None if gathered is None else gathered.handle.task
         # One at a time gathers a shard beside the one in use.
         before = self._driver.latest.get("param-sync") if unit.is_main_param_aliased else None
         self._syncs[unit] = preview.task = self._driver.submit(
@@ -308,21 +308,21 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     def was_sent(self, unit: HZPUnit) -> bool:
         """Whether `unit` was sent before the update."""
-        return unit in self._sent
+        return unit in self._early_units
 
     def note_grads(self, unit: HZPUnit) -> None:
         """The gradient of `unit` is complete; if it was before, then with less in it."""
-        if unit in self._sent:
+        if unit in self._early_units:
             self._previews[unit].is_outdated = True
 
     def should_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
-        """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
-        return self._room.sends(unit.outer_traffic, may_send, is_forced)
+        """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.should_send."""
+        return self._room.should_send(unit.outer_traffic, may_send, is_forced)
 
     @property
     def sent(self) -> list[HZPUnit]:
         """Units that were sent before the update, with all of their gradients."""
-        return [unit for unit in self._sent if not self._previews[unit].is_outdated]
+        return [unit for unit in self._early_units if not self._previews[unit].is_outdated]
 
     def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
@@ -351,7 +351,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             self.note_shard_used(unit)
 
     def _forget_previews(self) -> None:
-        self._sent, self._room = {}, BackwardRoom()
+        self._early_units, self._room = {}, BackwardRoom()
         self._previews.clear()
 
     def await_sync(self, unit: HZPUnit) -> None:
@@ -363,7 +363,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def join_syncs(self) -> None:
         """Return when every parameter shard is up to date, or was sent early, and nothing reads the
         states for that."""
-        self.rebuild_rest()
+        self.rebuild_remaining()
         if not self._syncs:
             return
         for sync in self._syncs.values():
@@ -390,7 +390,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         for preview in self._previews.values():  # of a backward that was given up
             if preview.task is not None:
                 preview.task.wait()
-        self.take_back()
+        self.cancel_early_sends()
         self._forget_previews()
         self._used.clear()
         self.restart()

@@ -239,7 +239,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     def _acquire_place(self, unit: HZPUnit) -> Place:
         pieces = self._pieces[unit]
         nbytes = pieces[0].nbytes
-        extent = self.take_extent(nbytes, len(pieces))
+        extent = self.hold_extent(nbytes, len(pieces))
         return self.arena.place_at(extent, nbytes, nbytes // FP32_NBYTES, torch.float32)
 
     def _memory_for(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
@@ -318,7 +318,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self.await_all()
         for collected in self._collected.values():
             if collected.place is not None:
-                self.arena.give_back(collected.place.extent)
+                self.arena.release(collected.place.extent)
         self._collected.clear()
         self.reached.clear()
         if self._residency is not None:

@@ -262,7 +262,7 @@ class StepScheduler:
         self.driver.raise_failure()
         self._refuse_writes_at_rest(with_content=not self.driver.device.runs_ahead)
         self._order_check.send_answer()
-        self.gathers.release_all()
+        self.gathers.reshard_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
         self.state, self._reduced = StepState.IDLE, None
@@ -364,7 +364,7 @@ class StepScheduler:
         """In place of the optimizer and of `sync_params`: this step has no update."""
         if self.early is not None and self.gathers.sent:
             self.early.note_outcome(self.num_begun, False)
-        self.gathers.take_back()
+        self.gathers.cancel_early_sends()
 
     def sync_params(self, may_stand: bool = False) -> None:
         """After the optimizer: rebuild the parameter shards from main_param, in the background, and
@@ -523,7 +523,7 @@ class StepScheduler:
         self._refuse_writes_at_rest(with_content=True)
         self.gathers.drop_spares()
         self.reductions.finish()
-        self.gathers.take_back()
+        self.gathers.cancel_early_sends()
         self.gathers.join_syncs()
         self._order_check.finish()
         self.sent_check.settle()

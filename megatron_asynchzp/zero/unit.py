@@ -480,7 +480,9 @@ class HZPUnit:
         fragment of each parameter, those included of which it holds nothing."""
         grads = self.main_grad_fragments()
         return [
-            Fragment(index, *self.main_param.held_of(index), grads[index], self.is_main_param_away)
+            Fragment(
+                index, *self.main_param.elements_of(index), grads[index], self.is_main_param_away
+            )
             for index in range(len(self.params))
         ]
 

@@ -17,17 +17,17 @@ from megatron_asynchzp.sharding.memory_map import Extent
 
 @contextmanager
 def poisoned_places() -> Iterator[None]:
-    """While this lasts every place that is given back is filled with NaN."""
-    give_back = Arena.give_back
+    """While this lasts every place that is released is filled with NaN."""
+    release = Arena.release
 
     @torch.no_grad()
-    def poison_and_give_back(self: Arena, extent: Extent, last_user: Any = None) -> None:
+    def poison_and_release(self: Arena, extent: Extent, last_user: Any = None) -> None:
         memory = self.bytes_at(extent)
         device = device_of(memory)
         # The caller's event is before what fills it: its last reader is at rest then.
         device.wait_event(last_user)
         memory.fill_(0xFF)  # NaN in every floating dtype
-        give_back(self, extent, device.record_event())
+        release(self, extent, device.record_event())
 
-    with mock.patch.object(Arena, "give_back", poison_and_give_back):
+    with mock.patch.object(Arena, "release", poison_and_release):
         yield

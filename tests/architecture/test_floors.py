@@ -37,7 +37,7 @@ BUDGETS = {
     "library": 2764,
     "mcore": 10100,
     "planner": 4291,
-    "sharding": 1802,
+    "sharding": 1712,
     "zero": 4766,
     "beside the rooms": 1001,
 }

@@ -22,7 +22,7 @@ def new_arena(nbytes: int = 10) -> Arena:
 
 
 def acquire(arena: Arena, numel: int, from_top: bool = False, **more):
-    span = arena.take(numel, from_top)
+    span = arena.hold(numel, from_top)
     return None if span is None else arena.place_at(span, numel, numel, torch.uint8, **more)
 
 
@@ -31,7 +31,7 @@ def replay(nbytes: int, program) -> list:
     arena, held, spans = new_arena(nbytes), [], []
     for numel, from_top, gives_back in program:
         if gives_back and held:
-            arena.give_back(held.pop(0).extent)
+            arena.release(held.pop(0).extent)
         elif (place := acquire(arena, numel, from_top)) is not None:
             held.append(place)
         else:
@@ -60,18 +60,18 @@ def test_users_in_turn_at_opposite_ends_leave_room_for_the_next_whatever_their_s
             place = acquire(arena, size, from_top=index % 2 == 1)
             assert place is not None, sizes
             if before is not None:
-                arena.give_back(before.extent)
+                arena.release(before.extent)
             before = place
 
 
 def test_the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_before_it():
     arena = new_arena(6)
     first, second = acquire(arena, 2), acquire(arena, 3)
-    arena.give_back(first.extent, "reader of 0-2")
-    arena.give_back(second.extent, "reader of 2-5")
+    arena.release(first.extent, "reader of 0-2")
+    arena.release(second.extent, "reader of 2-5")
     wide = acquire(arena, 4)
     assert list(wide.ready) == ["reader of 0-2", "reader of 2-5"]
-    arena.give_back(wide.extent, "reader of 0-4")
+    arena.release(wide.extent, "reader of 0-4")
     assert list(acquire(arena, 2).ready) == ["reader of 0-4"]
     assert list(acquire(arena, 3).ready) == ["reader of 2-5", "reader of 0-4"]
 
@@ -87,23 +87,23 @@ def test_new_memory_may_be_written_once_what_used_it_before_has_happened():
 
 def test_users_of_any_dtype_share_bytes_and_keep_their_views():
     arena = new_arena(8)
-    floats = arena.place_at(arena.take(8), "two floats", 2, torch.float32)
+    floats = arena.place_at(arena.hold(8), "two floats", 2, torch.float32)
     views = floats.views_for("pair", lambda memory: [memory[:1], memory[1:]])
     floats.storage.fill_(1.0)
-    arena.give_back(floats.extent)
-    halves = arena.place_at(arena.take(8), "four halves", 4, torch.bfloat16)
+    arena.release(floats.extent)
+    halves = arena.place_at(arena.hold(8), "four halves", 4, torch.bfloat16)
     assert halves.storage.view(torch.float32).tolist() == [1.0, 1.0]
-    arena.give_back(halves.extent)
-    again = arena.place_at(arena.take(8), "two floats", 2, torch.float32)
+    arena.release(halves.extent)
+    again = arena.place_at(arena.hold(8), "two floats", 2, torch.float32)
     assert again is floats and again.views_for("pair", list) is views
 
 
 def test_a_place_cannot_be_given_back_twice():
     arena = new_arena()
     place = acquire(arena, 2)
-    arena.give_back(place.extent)
+    arena.release(place.extent)
     with pytest.raises(RuntimeError, match="twice"):
-        arena.give_back(place.extent)
+        arena.release(place.extent)
 
 
 def test_views_of_a_place_are_seen_whoever_views_its_neighbours():
@@ -123,7 +123,7 @@ def test_memory_that_is_viewed_is_left_to_its_views_and_the_places_stay_the_same
     other.storage.fill_(2)
     view = place.storage[:]
     arena.abandon(place)
-    arena.give_back(place.extent)
+    arena.release(place.extent)
     again = acquire(arena, 3)
     again.storage.fill_(3)
     assert again.extent == place.extent and arena.nbytes == 6
@@ -136,6 +136,6 @@ def test_a_place_outside_takes_its_part_of_the_arena_but_none_of_its_memory():
     apart.storage.fill_(1)
     view = apart.storage[:]
     assert acquire(arena, 1) is None
-    arena.give_back(apart.extent)
+    arena.release(apart.extent)
     acquire(arena, 3).storage.fill_(2)
     assert view.tolist() == [1, 1, 1]

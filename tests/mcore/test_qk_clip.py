@@ -97,7 +97,7 @@ def clip_both(
             }
             for unit in runtime.units:
                 for index, name in enumerate(unit.param_names):
-                    held, values = unit.main_param.held_of(index)
+                    held, values = unit.main_param.elements_of(index)
                     if name in expected:
                         main = expected[name][1].flatten()[held.start : held.stop]
                         same[f"main {name}"] = torch.equal(values, main)

@@ -203,8 +203,8 @@ class NotingScheduler(StepScheduler):
 
     def __init__(self, *args):
         super().__init__(*args)
-        use, device = self.gathers.use, self.driver.device
-        self.gathers.use = lambda unit: (use(unit), device.compute(unit.name))
+        use, device = self.gathers.unshard, self.driver.device
+        self.gathers.unshard = lambda unit: (use(unit), device.compute(unit.name))
 
     def sync_params(self, may_stand=False) -> None:
         self.driver.device.updates.append(len(self.driver.device.before))

@@ -9,7 +9,9 @@ from megatron_asynchzp.sharding.backward_room import BackwardRoom, OuterTraffic
 
 def sent(traffic: OuterTraffic, num_units: int, is_forced: bool = False) -> int:
     room = BackwardRoom()
-    return sum(room.sends(traffic, may_send=True, is_forced=is_forced) for _ in range(num_units))
+    return sum(
+        room.should_send(traffic, may_send=True, is_forced=is_forced) for _ in range(num_units)
+    )
 
 
 def test_a_third_of_the_parameters_is_sent_where_gradients_are_as_long_to_the_last_byte():

@@ -76,7 +76,7 @@ def test_the_second_step_keeps_what_the_first_one_shows_to_be_worth_it():
     assert not any(run_step(residency, USES))
     assert sum(run_step(residency, USES)) == len(kept_gaps(USES, lambda _: 1, 1)) == 5
     residency.restart()
-    assert residency.num_found == 5 and residency.planned_nbytes == 1
+    assert residency.num_hits == 5 and residency.planned_nbytes == 1
 
 
 @settings(deadline=None, derandomize=True)

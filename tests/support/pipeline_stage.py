@@ -81,10 +81,10 @@ class PipelineStage:
     def _run_turn(self, phase: str, use: Use, left: Counter[Use]) -> None:
         chunk = self.chunks[use[0]]
         unit = chunk.units[use[1]]
-        chunk.gathers.use(unit)
+        chunk.gathers.unshard(unit)
         for param in unit.params:
             param.sum()
-        chunk.gathers.release(unit)
+        chunk.gathers.reshard(unit)
         if phase == "B":
             for param in unit.params:
                 param.grad = torch.ones(param.shape, dtype=param.dtype)

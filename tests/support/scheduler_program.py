@@ -245,12 +245,12 @@ class Runner:
             self._compute(self.root)
         for unit in self.units:
             self._compute(unit)
-            self.scheduler.gathers.release(unit)
+            self.scheduler.gathers.reshard(unit)
         if self.root is not None:
-            self.scheduler.gathers.release(self.root)
+            self.scheduler.gathers.reshard(self.root)
 
     def _compute(self, unit: HZPUnit) -> None:
-        self.scheduler.gathers.use(unit)
+        self.scheduler.gathers.unshard(unit)
         for param in unit.params:
             param.sum()
 
@@ -262,14 +262,14 @@ class Runner:
                 self._compute(unit)
             self._compute(unit)
             self._accumulate(unit)
-            self.scheduler.gathers.release(unit)
+            self.scheduler.gathers.reshard(unit)
             self.scheduler.reduce(unit)
 
     def _end_backward(self) -> None:
         if self.root is not None:
             self._accumulate(self.root)
             self.scheduler.reduce(self.root)
-            self.scheduler.gathers.release(self.root)
+            self.scheduler.gathers.reshard(self.root)
 
     def _accumulate(self, unit: HZPUnit) -> None:
         if not unit.is_trained:

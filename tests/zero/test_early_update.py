@@ -92,8 +92,11 @@ def train(
     model = build_toy(dtype, depth=5, **toy)
     trainer = EngineTrainer(model, sizes, schedule=schedule, sends_early=sends_early)
     sent = []
-    start_preview = trainer.runtime.gathers.start_preview
-    trainer.runtime.gathers.start_preview = lambda unit: (sent.append(unit), start_preview(unit))
+    start_early_send = trainer.runtime.gathers.start_early_send
+    trainer.runtime.gathers.start_early_send = lambda unit: (
+        sent.append(unit),
+        start_early_send(unit),
+    )
     said: list[str] = []
     log = logging.getLogger("megatron_asynchzp")
     log.addFilter(note := lambda record: said.append(record.getMessage()) or True)

@@ -163,7 +163,7 @@ def note_kept(budgets: KeepBudgets, outcome: Outcome) -> None:
     for what, residency in (("params", params), ("grads", budgets.grads)):
         if residency is not None:
             assert residency.planned_nbytes <= residency.budget
-            outcome.found[what] += residency.num_found
+            outcome.found[what] += residency.num_hits
 
 
 def run_step(trainers: Sequence[EngineTrainer], turns: Sequence[Turn], step: int) -> float:

@@ -89,12 +89,12 @@ def test_linear_layers_get_the_same_gradients_whatever_memory_and_depth(with_bot
 
 def other_places():
     """Every unit lies now at one end of memory in flight and now at the other."""
-    turns, take = cycle((False, True, True)), Arena.take
+    turns, hold = cycle((False, True, True)), Arena.hold
 
-    def take_elsewhere(arena, nbytes, from_top=False):
-        return take(arena, nbytes, next(turns))
+    def hold_elsewhere(arena, nbytes, from_top=False):
+        return hold(arena, nbytes, next(turns))
 
-    return mock.patch.object(Arena, "take", take_elsewhere)
+    return mock.patch.object(Arena, "hold", hold_elsewhere)
 
 
 def check_hidden_views() -> bool:

@@ -107,14 +107,14 @@ def submissions_of_a_step(
     model = build_toy(dtype, depth=5)
     trainer = EngineTrainer(model, sizes, sends_early=False if sends_early else None)
     runtime, events = trainer.runtime, []
-    use = runtime.gathers.use
+    use = runtime.gathers.unshard
 
     def noted_use(unit):
         events.append(f"use {unit.name}")
         use(unit)
 
     on_submit(runtime.driver, lambda task: events.append(task.name))
-    runtime.gathers.use = noted_use
+    runtime.gathers.unshard = noted_use
     for step in range(3):
         events.clear()
         trainer.step(step, 2)

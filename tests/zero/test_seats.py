@@ -19,7 +19,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
-from megatron_asynchzp.sharding.seats import seats_of
+from megatron_asynchzp.sharding.seats import assign_seats
 from megatron_asynchzp.zero.calls import wrap_calls
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -111,19 +111,19 @@ def test_equal_layers_take_no_more_memory_than_without_seats():
 def test_units_that_are_in_memory_together_have_seats_of_their_own():
     units = [(f"layer {i // 2}", (128, 384)[i % 2]) for i in range(12)]
     for ahead in range(4):
-        seats = seats_of(units, ahead)
+        seats = assign_seats(units, ahead)
         for first in range(0, len(units) - 2 * ahead, 2):
             together = sorted(set(seats[first : first + 2 * (ahead + 1)]))
             assert len(together) == len(seats[first : first + 2 * (ahead + 1)])
             assert all(one[1] <= other[0] for one, other in zip(together, together[1:]))
-    same = seats_of([("one", 128), ("one", 128), ("two", 128), ("two", 128)], 0)
+    same = assign_seats([("one", 128), ("one", 128), ("two", 128), ("two", 128)], 0)
     assert same == [(0, 128), (128, 256), (0, 128), (128, 256)]
 
 
 def test_less_memory_than_the_seats_need_and_kept_memory_are_refused_in_one_line():
     units = [layer(i, 1024, True) for i in range(5)]
     assert memory_in_flight(units, budget=2048).params == 2048
-    with pytest.raises(ConfigurationError, match=r"^memory in flight of .* beside CUDA graphs.*$"):
+    with pytest.raises(ConfigurationError, match=r"^memory in flight of .* with CUDA graphs.*$"):
         memory_in_flight(units, budget=2047)
     step, shapes = Step(), (UnitShape(is_seated=True),) * 3
     for kept, flag in (("keep_params_nbytes", "params"), ("keep_grads_nbytes", "grads")):
@@ -203,35 +203,35 @@ class OnPaper(ParamsInFlight[str, int, None]):
 
     def _nothing(self, *_: object) -> None: ...
 
-    begin_use = end_use = start_sync = start_preview = _nothing  # pyright: ignore
+    wait_for_unshard = finish_reshard = start_param_sync = start_early_send = _nothing  # pyright: ignore
 
-    def start_gather(self, unit: str, extent: Extent) -> None:
+    def start_unshard(self, unit: str, extent: Extent) -> None:
         self.noted = [*getattr(self, "noted", ()), f"{unit} to {extent}"]
 
-    def abandon_gather(self, unit: str, held: None) -> None:
+    def cancel_unshard(self, unit: str, held: None) -> None:
         self.noted.append(f"{unit} gives up")
 
 
 def test_two_units_of_one_seat_are_not_in_use_together():
     units = {f"layer {i}": layer(i, 1024, True) for i in range(3)}
     params = OnPaper(units, dict.fromkeys(units, 1024), 1, MemoryMap[int](0), [])
-    params.use_unit("layer 0")
-    params.use_unit("layer 1")
-    with pytest.raises(ConfigurationError, match="beside CUDA graphs both have one place"):
-        params.use_unit("layer 2")
+    params.unshard("layer 0")
+    params.unshard("layer 1")
+    with pytest.raises(ConfigurationError, match="both have the same place in memory. Drop"):
+        params.unshard("layer 2")
 
 
 def test_what_comes_too_early_gives_its_seat_to_the_unit_that_is_needed():
     units = {f"layer {i}": layer(i, 1024, True) for i in range(4)}
     params = OnPaper(units, dict.fromkeys(units, 1024), 1, MemoryMap[int](4096), [])
     for unit in (*units, *reversed(units)):
-        params.use_unit(unit)
-        params.release(unit)
+        params.unshard(unit)
+        params.reshard(unit)
     params.restart()
     params.noted.clear()
     for unit in ("layer 0", "layer 3", "layer 1"):  # layer 1 comes ahead, and to the place of 3
-        params.use_unit(unit)
-        params.release(unit)
+        params.unshard(unit)
+        params.reshard(unit)
     even, odd = (params.seats[f"layer {i}"] for i in (0, 1))
     assert params.noted == [
         f"layer 0 to {even}",
@@ -247,13 +247,13 @@ def test_what_has_no_seat_takes_no_place_of_what_has_one():
     units = {name: layer(i, 1024 + 512 * i, i == 1) for i, name in enumerate(("a", "seated", "b"))}
     params = OnPaper(units, dict.fromkeys(units, 0) | {"seated": 1}, 1, MemoryMap[int](2048), [])
     for unit in units:
-        params.use_unit(unit)
-        params.release(unit)
+        params.unshard(unit)
+        params.reshard(unit)
     params.restart()
     params.prefetch()
     assert [note.split()[0] for note in params.noted[-2:]] == ["a", "seated"]
     params.noted.clear()
-    params.use_unit("b")
+    params.unshard("b")
     assert params.noted[0] == "a gives up" and "seated gives up" not in params.noted
 
 
@@ -264,11 +264,11 @@ def test_a_view_that_outlives_its_unit_is_refused_where_the_next_one_writes_to_i
         units = [new_unit(f"u{index}", UnitShape(is_seated=True), groups) for index in range(3)]
         scheduler = StepScheduler(units, config, driver)
         scheduler.zero_grads()
-        scheduler.gathers.use(units[0])
+        scheduler.gathers.unshard(units[0])
         kept = units[0].params[0].detach()
         with pytest.raises(ConfigurationError, match=r"^u0 keeps views .* drop --cuda-graph-impl$"):
-            scheduler.gathers.release(units[0])
-        scheduler.gathers.use(units[1])
-        scheduler.gathers.release(units[1])
+            scheduler.gathers.reshard(units[0])
+        scheduler.gathers.unshard(units[1])
+        scheduler.gathers.reshard(units[1])
         scheduler.settle()
     assert kept.numel()

@@ -89,8 +89,8 @@ def test_what_one_chunk_gathers_ahead_yields_to_what_another_needs_now(budget):
             for number in dice.sample([0] * 8 + [1] * 8, 16):
                 chunk = done.chunks[number]
                 unit = chunk.units[orders[number].pop(0)]
-                chunk.gathers.use(unit)
-                chunk.gathers.release(unit)
+                chunk.gathers.unshard(unit)
+                chunk.gathers.reshard(unit)
         assert memory.nbytes == before
         done.close()
 
@@ -134,7 +134,7 @@ def train(sizes, schedule: ScheduleConfig, micro_batches, dtype=torch.float32, *
     params = trainer.full_params()
     budgets = trainer.runtime.budgets
     found = [
-        0 if residency is None else residency.num_found
+        0 if residency is None else residency.num_hits
         for residency in (budgets.params and budgets.params.residency, budgets.grads)
     ]
     trainer.runtime.detach()

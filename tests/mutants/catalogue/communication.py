@@ -138,7 +138,7 @@ MUTANTS = [
         "early-slot-release",
         "law 5: memory is rewritten only after its last reader",
         "sharding/memory_map.py",
-        "            self.note_user(extent, last_user)",
+        "            self.note_last_user(extent, last_user)",
         "            pass",
         (
             "tests/zero/test_happens_before.py::"

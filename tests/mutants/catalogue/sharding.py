@@ -53,7 +53,7 @@ MUTANTS = [
         "places-across-their-neighbours",
         "law 5: two units never hold the same byte",
         "sharding/memory_map.py",
-        "                start = taken[1]\n",
+        "                start = extent[1]\n",
         "",
         (
             "tests/comm/test_arena.py::"
