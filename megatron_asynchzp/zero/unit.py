@@ -476,14 +476,11 @@ class HZPUnit:
         return self.main_param.fragment_views()
 
     def new_fragments(self) -> "list[Fragment]":
-        """Make what an optimizer trains of this rank's optimizer shard of a trained unit: a
-        fragment of each parameter, those included of which it holds nothing."""
-        grads = self.main_grad_fragments()
+        """Return the fragment of each parameter in this optimizer shard; some are empty."""
+        main, is_away = self.main_param, self.is_main_param_away
         return [
-            Fragment(
-                index, *self.main_param.elements_of(index), grads[index], self.is_main_param_away
-            )
-            for index in range(len(self.params))
+            Fragment(index, *main.elements_of(index), grad, is_away)
+            for index, grad in enumerate(self.main_grad_fragments())
         ]
 
     def hold_on_host(self, memory: torch.Tensor) -> None:
