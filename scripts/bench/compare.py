@@ -3,7 +3,6 @@
 """Side by side: one GPT trained by Megatron's data, tensor and pipeline parallelism, by other
 sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a table and a picture.
 
-    python -m scripts.bench.compare --published --out runs/compare  # all of docs/results/compare.md
     python -m scripts.bench.compare --out runs/compare              # 2 x 2, slow and fast network
     python -m scripts.bench.compare --nodes 2 4 --repetitions 3     # the long form
     python -m scripts.bench.compare --quick                         # one network, one repetition
@@ -23,7 +22,6 @@ from rich.progress import Progress
 
 from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
-from scripts.bench.compare_plan import PUBLISHED, STEPS, WARM_UP
 from scripts.report import compare_front
 from scripts.report.compare_table import calibration_lines, markdown
 from scripts.report.records import append
@@ -93,7 +91,7 @@ def main() -> None:
     deadline_s = time.monotonic() + 60 * args.time_limit
     records: list[dict] = [machine_record()]
     append(file, records[0])
-    for study in _published() if args.published else _asked_for(args):
+    for study in _asked_for(args):
         cluster = study.cluster
         name = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks, {cluster.profile.name}"
         Console(stderr=True).print(name)
@@ -103,14 +101,6 @@ def main() -> None:
     compare_front.draw(records, args.out / "compare_front.png")
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
     print(f"{args.out}/: records.jsonl, table.md, compare_front.png")
-
-
-def _published() -> Iterator[Study]:
-    nodes = ranks = 2
-    work = replace(Workload(), samples=2 * nodes * ranks, warm_up=WARM_UP, steps=STEPS)
-    for part in PUBLISHED:
-        turns = part.turns(contenders(nodes, ranks, work))
-        yield Study(Cluster(nodes, ranks, named_profile(part.profile)), work, turns)
 
 
 def _asked_for(args: argparse.Namespace) -> Iterator[Study]:
@@ -134,12 +124,6 @@ def _study(args: argparse.Namespace, nodes: int, profile: NetworkProfile) -> Stu
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one network, one repetition")
-    parser.add_argument(
-        "--published",
-        action="store_true",
-        help="what docs/results/compare.md shows, on four networks, in about 15 minutes on two "
-        "quiet cores; of the other options only --out and --time-limit count",
-    )
     parser.add_argument(
         "--pipelines",
         action="store_true",

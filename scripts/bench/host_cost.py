@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of the engine and of FSDP2 per unit and micro-batch, without a device: streams and
-collectives do nothing, so what is left is what Python and torch's dispatcher cost.
+"""Measures the host time of the engine per unit and micro-batch without a device: streams and
+collectives do nothing, so the rest is the cost of Python and of torch's dispatcher.
 
-    python -m scripts.bench.host_cost --out host_cost.jsonl [--beside CHECKOUT]
+    python -m scripts.bench.host_cost [--beside CHECKOUT]
 
-Each row: a system and a number of parameters per unit; microseconds that it adds to forward and to
-backward, in all threads together (CPU time of the process, less that of the plain model in the same
-process), and the engine's calls of the device per unit and micro-batch. Both shard over the same
-ranks of torch's fake process group. Medians and spread over the repetitions, each in a process of
-its own, in turns. --beside measures the engine of another checkout in turn with this one.
+It prints the microseconds that the engine adds to forward and to backward, in all threads together
+(CPU time of the process, less that of the plain model in the same process), and the engine's calls
+of the device. The engine shards over ranks of torch's fake process group. Each repetition is a
+process of its own. --beside measures the engine of another checkout in turn with this one.
 """
 
 import argparse
@@ -29,8 +28,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_asynchzp.comm.groups import ShardGroups
@@ -40,13 +37,10 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
-from scripts.report.records import append
-from scripts.testbed.machine import machine_record
 
 _ROOT = Path(__file__).parents[2]
 _NUM_UNITS, _WARM_UP, _STEPS = 16, 2, 40
 _WORLD, _RANK, _SIZES = 8, 3, ShardSizes(2, 4, 8)
-FSDP2 = "FSDP2 HSDP"
 
 
 class Added(NamedTuple):
@@ -206,48 +200,23 @@ def _of_engine(kind: str, num_params: int) -> tuple[Added, Counter[str]]:
     return added, calls
 
 
-def _of_fsdp2(num_params: int) -> Added:
-    """HSDP: parameters and gradients over as many ranks as the engine's parameters."""
-    plain, model = _Model(num_params), _Model(num_params)
-    replicas = _WORLD // _SIZES.param
-    mesh = init_device_mesh("cpu", (replicas, _SIZES.param), mesh_dim_names=("replicate", "shard"))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh)
-    sharded = cast("FSDPModule", model)
-    sharded.set_requires_all_reduce(False)
-    for _ in range(_WARM_UP):
-        _train_step(model)
-    return _train_beside(model, plain, lambda: None)
-
-
-def measure(system: str, num_params: int) -> dict[str, Any]:
-    """Once, in this process. system: a schedule of the engine, or FSDP2."""
+def measure(schedule: str, num_params: int) -> dict[str, Any]:
+    """Measure once, in this process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=_RANK, world_size=_WORLD)
-    calls: Counter[str] = Counter()
-    if system == FSDP2:
-        added = _of_fsdp2(num_params)
-    else:
-        added, calls = _of_engine(system, num_params)
+    added, calls = _of_engine(schedule, num_params)
     dist.destroy_process_group()
-    per_unit = _NUM_UNITS * _STEPS
-    return {
-        **added._asdict(),
-        "total_us": sum(added),
-        "device_calls": sum(calls.values()) / per_unit,
-        "calls": {name: round(count / per_unit, 2) for name, count in sorted(calls.items())},
-    }
+    device_calls = sum(calls.values()) / (_NUM_UNITS * _STEPS)
+    return {**added._asdict(), "total_us": sum(added), "device_calls": device_calls}
 
 
-def _measure_in_child(system: str, num_params: int, checkout: Path) -> dict[str, Any]:
-    """The same with the engine of `checkout`, in a process of its own."""
-    paths = os.pathsep.join((str(checkout), str(_ROOT)))
-    command = [sys.executable, "-P", "-m", "scripts.bench.host_cost", "--once", system]
+def _measure_in_child(schedule: str, num_params: int, checkout: Path) -> dict[str, Any]:
+    """Measure the engine of `checkout` in a process of its own."""
+    command = [sys.executable, "-P", "-m", "scripts.bench.host_cost", "--once", schedule]
     ended = subprocess.run(
         [*command, "--params", str(num_params)],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(checkout), str(_ROOT)))},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -255,52 +224,35 @@ def _measure_in_child(system: str, num_params: int, checkout: Path) -> dict[str,
     return json.loads(ended.stdout)
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the repetitions, and the spread of their totals."""
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Give the medians of the repetitions, and the spread of their totals."""
     totals = [row["total_us"] for row in rows]
-    medians = {
-        key: round(statistics.median(row[key] for row in rows), 1)
-        for key in ("forward_us", "backward_us", "total_us", "device_calls")
-        if key in rows[0]
-    }
-    return {
-        **medians,
-        "fastest_us": round(min(totals), 1),
-        "slowest_us": round(max(totals), 1),
-        "repetitions": len(rows),
-    }
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return (
+        "{total_us:.0f} us ({0:.0f} to {1:.0f}), forward {forward_us:.0f}, backward "
+        "{backward_us:.0f}, {device_calls:.1f} calls of the device"
+    ).format(min(totals), max(totals), **medians)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--systems", nargs="+", default=["main-thread", FSDP2])
-    parser.add_argument("--params", nargs="+", type=int, default=[12, 256])
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--beside", type=Path, help="another checkout of this project")
-    parser.add_argument("--out", type=Path, help="append records to this file")
-    parser.add_argument("--once", metavar="SYSTEM", help="one measurement, as JSON")
+    parser.add_argument("--schedule", default="main-thread")
+    parser.add_argument("--params", nargs="+", type=int, default=[12, 256], help="of a unit")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--once", metavar="SCHEDULE", help="one measurement, as JSON")
     options = parser.parse_args()
     if options.once is not None:
         print(json.dumps(measure(options.once, options.params[0])))
         return
-    measured = [(system, _ROOT) for system in options.systems]
-    if options.beside is not None:
-        own = [system for system in options.systems if system != FSDP2]
-        measured += [(system, options.beside.resolve()) for system in own]
-    records: list[dict[str, Any]] = [machine_record()]
+    checkouts = [_ROOT, *([options.beside.resolve()] if options.beside else [])]
     for num_params in options.params:
         rows = [
-            [_measure_in_child(system, num_params, checkout) for system, checkout in measured]
+            [_measure_in_child(options.schedule, num_params, checkout) for checkout in checkouts]
             for _ in range(options.repetitions)
         ]
-        for (system, checkout), of_system in zip(measured, zip(*rows, strict=True), strict=True):
-            name = system if checkout == _ROOT else f"{system}, {checkout.name}"
-            what = {"system": name, "params": num_params}
-            records.append({"kind": "host_cost", **what, **summary(of_system)})
-            records[-1]["calls"] = of_system[-1]["calls"]
-            print(json.dumps(records[-1]), flush=True)
-    if options.out is not None:
-        append(options.out, *records)
+        for checkout, of_checkout in zip(checkouts, zip(*rows, strict=True), strict=True):
+            print(f"{checkout.name}, {num_params} parameters: {_summary(of_checkout)}", flush=True)
 
 
 if __name__ == "__main__":

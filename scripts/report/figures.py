@@ -121,15 +121,6 @@ def _is_half(variant: str) -> bool:
     return "bf16" in variant or "fp16" in variant
 
 
-def planner_figure(what: str) -> str:
-    """Of the steps on the test-bed."""
-    lines = read_record("planner_testbed").lines
-    of_all = next(line for line in lines if line["kind"] == "summary")
-    text = f"{of_all[what]:.1%}" if what in ("mean", "worst") else str(of_all[what])
-    foreign = max(line["foreign"] for line in lines if line["kind"] == "hosts")
-    return f"{text}{' (disturbed)' * (foreign > FOREIGN_LIMIT)}"
-
-
 def published_error(series: str, ranks: str) -> str:
     """Of the predicted point of a series that others measured."""
     (line,) = (
@@ -197,7 +188,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "quickstart": quickstart_figure,
     "quickstart apart": quickstart_apart,
     "quickstart equal": quickstart_equal,
-    "planner": planner_figure,
     "parity worst": parity_worst,
     "shrunk worst": shrunk_worst,
     "parity count": parity_count,

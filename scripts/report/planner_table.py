@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the JSON lines of published_errors.py and of planner_errors.py into Markdown: how far the
-planner is from what others measured, and from the test-bed.
+"""Turns the JSON lines of published_errors.py into Markdown: how far the planner is from the steps
+that others measured.
 """
 
 from collections.abc import Sequence
@@ -67,40 +67,3 @@ def _far(file: str, held_out: Sequence[dict]) -> str:
     return f"{len(far)} of {len(errors)} rows, " + " to ".join(
         f"{error:+.1%}" for error in dict.fromkeys((far[0], far[-1]))
     )
-
-
-def testbed(lines: Sequence[dict]) -> str:
-    """A row for each cluster of the test-bed, then one line for all."""
-    found: dict[str, list[dict]] = {}
-    for line in lines:
-        if line["kind"] in ("point", "choice"):
-            found.setdefault(line["network"], []).append(line)
-    head = ["cluster", "predicted steps", "measured ms", "mean error", "worst error", "choices"]
-    rows = [[name, *_cluster(of_one)] for name, of_one in found.items() if _predicted(of_one)]
-    (of_all,) = [line for line in lines if line["kind"] == "summary"]
-    text = (
-        f"{of_all['points']} predicted steps: mean error {of_all['mean']:.1%}, worst "
-        f"{of_all['worst']:.1%} (bounds {of_all['mean_bound']:.0%} and "
-        f"{of_all['worst_bound']:.0%}). {of_all['good_choices']} of {of_all['choices']} choices "
-        f"within 2% of the best that was measured. {'Holds' if of_all['holds'] else '**Missed**'}."
-    )
-    return "\n".join([text, "", markdown_table([*head, "the choice over the best"], rows)])
-
-
-def _predicted(lines: Sequence[dict]) -> list[dict]:
-    return [line for line in lines if line["kind"] == "point" and not line["fitted"]]
-
-
-def _cluster(lines: Sequence[dict]) -> list[str]:
-    points = _predicted(lines)
-    ratios = [line["ratio"] for line in lines if line["kind"] == "choice"]
-    measured = [line["measured"] for line in points]
-    worst = max((line["error"] for line in points), key=abs)
-    return [
-        str(len(points)),
-        f"{min(measured):.0f} to {max(measured):.0f}",
-        f"{mean(abs(line['error']) for line in points):.1%}",
-        f"{worst:+.1%}",
-        str(len(ratios)),
-        f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "",
-    ]

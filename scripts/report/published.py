@@ -18,7 +18,6 @@ from scripts.report import (
     lanes_picture,
     loss_picture,
     planner_table,
-    scale_table,
     schedule_grid,
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
@@ -39,6 +38,7 @@ RECORDED = {
     "early update": "early_update",
     "grad wire": "grad_wire",
     "graph host cost": "graph_host_cost",
+    "host cost": "host_cost",
     "launch orders": "launch_orders",
     "muon": "muon",
     "offload": "offload",
@@ -47,7 +47,9 @@ RECORDED = {
     "pasa training": "pasa_training",
     "peaks": "peaks",
     "pipeline": "pipeline",
+    "planner testbed": "planner_testbed",
     "real size": "real_size",
+    "scale": "scale",
     "versions": "versions",
     "versions checkpoints": "versions",
 }
@@ -106,22 +108,6 @@ def _longest_parity(lines: list[dict]) -> str:
         steps[key] = max(steps.get(key, 0), line["steps"])
     longest = [line for line in lines if line["steps"] == steps[line["variant"], line["ranks"]]]
     return parity_table(longest)
-
-
-def _host_cost(lines: list[dict]) -> str:
-    """The engine beside FSDP2, with the spread of the totals."""
-    head = ["parameters of a unit", "system", "forward", "backward", "both", "calls"]
-    rows = [
-        [
-            str(line["params"]),
-            line["system"],
-            *(f"{line[key]:.0f}" for key in ("forward_us", "backward_us")),
-            f"{line['total_us']:.0f} ({line['fastest_us']:.0f} to {line['slowest_us']:.0f})",
-            f"{line['device_calls']:.1f}" if line.get("device_calls") else "",
-        ]
-        for line in lines
-    ]
-    return markdown_table(head, rows, 2)
 
 
 def _recorded(name: str, lines: list[dict]) -> str:
@@ -188,19 +174,16 @@ TABLES: dict[str, Table] = {
         lambda lines: compare_table.measured_table(_on("slow-between-nodes", lines)),
     ),
     "parity": Table("parity", _longest_parity),
-    "host cost": Table("host_cost", _host_cost),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),
     "planner": Table("planner_published", planner_table.markdown),
     "planner misses": Table("planner_published", planner_table.misses),
-    "planner testbed": Table("planner_testbed", planner_table.testbed),
     "recipes": Table("recipes", census_table.by_hardware),
     "recipes verdicts": Table("recipes", census_table.by_verdict),
     "faults lines": Table("faults", lambda lines: fault_table.ends(lines, "library")),
     "faults megatron lines": Table(
         "faults", lambda lines: fault_table.ends(lines, "megatron", False)
     ),
-    "scale": Table("scale", scale_table.table),
 }
 
 

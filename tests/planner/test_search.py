@@ -23,11 +23,13 @@ from megatron_asynchzp.planner.search import Candidate, Outcome, search
 from megatron_asynchzp.planner.simulate import StageTimes, Step
 from megatron_asynchzp.planner.space import Space, plans, shard_divisors, shard_sizes
 from megatron_asynchzp.sharding.topology import ShardSizes
-from scripts.scale.step import MODELS
 
 LAYER = Layer(Attention(32, 8, 128), Mlp(14336, True))
 MODEL = Model(4096, 32000, (LAYER,) * 8, is_tied=False)
 BATCH = Batch(1, 4096)
+LLAMA_70B = Model(
+    8192, 128256, (Layer(Attention(64, 8, 128), Mlp(28672, True)),) * 80, is_tied=False
+)
 
 
 def space(cluster: Cluster, batch: int, model: Model = MODEL, seq: int = 4096, **more) -> Space:
@@ -141,7 +143,7 @@ def test_a_hundred_thousand_ranks_are_searched_too():
 @pytest.mark.parametrize("ranks", [16_384, 98_304])
 def test_with_the_default_sizes_latency_is_a_small_part_of_a_step_however_many_ranks(ranks):
     """Of Llama 70B on H100: 4.8 of 7.9 s, and 28.6 of 29.9 s, along one axis."""
-    model = MODELS["70b"]
+    model = LLAMA_70B
     sizes = ShardSizes(8, 8, ranks).with_short_axes(8)
     plan = Plan(sizes, Parallel(), Batch(1, 8192, 1))
     costing = Costing(model, plan, load_cluster("h100").with_ranks(ranks))
@@ -155,7 +157,7 @@ def test_with_the_default_sizes_latency_is_a_small_part_of_a_step_however_many_r
 @pytest.mark.parametrize("outer", [8, 64, 16_384])
 def test_neither_larger_gradient_slots_nor_shared_collectives_would_shorten_a_step(outer):
     """Of Llama 70B on 16,384 H100: what docs/scale.md says is not worth building."""
-    model = MODELS["70b"]
+    model = LLAMA_70B
     cluster = load_cluster("h100").with_ranks(16_384)
     at_once = replace(cluster, between=replace(cluster.between, latency_us=0, start_us=0))
     plan = Plan(

@@ -4,8 +4,7 @@
 
 from math import isfinite
 
-from scripts.bench.compare_plan import PUBLISHED
-from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree
+from scripts.report.compare_rows import comparisons, losses_agree
 from scripts.report.compare_table import markdown
 from scripts.testbed.contenders.side_by_side import (
     MICRO_BATCHES,
@@ -88,18 +87,3 @@ def test_every_pipeline_has_as_many_micro_batches_and_the_first_is_stock():
     assert found[0].family == ND and len({one.name for one in found}) == len(found)
     kept = [sum("keep" in flag for flag in one.flags) for one in found]
     assert sorted(kept) == [0, 0, 0, 0, 1, 2, 2]
-
-
-def test_what_is_published_names_contenders_that_exist_and_ends_within_a_quarter_of_an_hour():
-    found = contenders(2, 2, Workload())
-    runs = 0
-    for part in PUBLISHED:
-        first, second = part.turns(found)
-        names = [one.name for one in second]
-        # Ours, stock's best and FSDP2 everywhere, without a network too; the reference is first.
-        assert {OURS_NAME, "distributed optimizer", "FSDP2 HSDP"} <= set(names)
-        assert first[0].name == "DDP" and set(names) < {one.name for one in first}
-        runs += len(first) + len(second)
-    assert [part.profile for part in PUBLISHED][-1] == NO_NETWORK
-    assert {one.name for one in PUBLISHED[0].turns(found)[0]} == {one.name for one in found}
-    assert runs * 12.5 + len(PUBLISHED) * 35 < 16 * 60  # seconds on two quiet cores

@@ -9,7 +9,6 @@ python -m scripts.testbed.device --devices 4 -- -m scripts.gpu_check
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
 from scripts.testbed.compiler import CompileError
@@ -37,16 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-watch", action="store_true", help="go on where nothing orders two accesses"
     )
-    parser.add_argument(
-        "--commands",
-        type=Path,
-        metavar="FOLDER",
-        help="write there what each rank asks of its device, for scripts.launch_order",
-    )
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds; default: no limit")
     args, command = split_command(parser, sys.argv[1:] if argv is None else argv)
-    if args.commands and args.devices:
-        parser.error("--commands needs --ranks: a process for each device")
     ranks = args.ranks or 2
     try:
         delays = Delays(args.law, args.seed, args.longest_us)
@@ -61,18 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     store = new_store()
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     places = [RankPlace(rank, ranks, ranks, store.port) for rank in range(ranks)]
-    commands = [
-        RankCommand(words, env | place.environment() | _recorded(args.commands, place.rank))
-        for place in places
-    ]
+    commands = [RankCommand(words, env | place.environment()) for place in places]
     return run_as_ranks("testbed.device", commands, args.timeout)
-
-
-def _recorded(folder: Path | None, rank: int) -> dict[str, str]:
-    if folder is None:
-        return {}
-    folder.mkdir(parents=True, exist_ok=True)
-    return {"ASYNCHZP_DEVICE_COMMANDS": str((folder / f"rank{rank:02}.jsonl").absolute())}
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ _runtime.asynchzp_device_state_time.argtypes = [
 _runtime.asynchzp_device_compute.argtypes = [ctypes.c_void_p, ctypes.c_double]
 _runtime.asynchzp_device_spans.restype = ctypes.c_char_p
 _runtime.asynchzp_device_noted.restype = ctypes.c_char_p
-_runtime.asynchzp_device_commands.restype = ctypes.c_char_p
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
 
 
@@ -121,17 +120,6 @@ def unordered(run: Callable[[], object]) -> list[str]:
     finally:
         _runtime.asynchzp_device_watch(_ENDS)
     return _runtime.asynchzp_device_noted().decode().splitlines()
-
-
-def record_commands() -> None:
-    """From here on this process's commands are recorded; what it asked for before has ended."""
-    _module.synchronize()
-    _runtime.asynchzp_device_record_commands(True)
-
-
-def recorded_commands() -> list[str]:
-    """What has been recorded since the last call, as in commands.hpp, in the order of the host."""
-    return _runtime.asynchzp_device_commands().decode().splitlines()
 
 
 def waited() -> dict[str, int]:

@@ -24,7 +24,6 @@
 
 #include "captures.hpp"
 #include "clock.hpp"
-#include "commands.hpp"
 #include "delays.hpp"
 #include "links.hpp"
 #include "reduction.hpp"
@@ -289,25 +288,6 @@ void run(Room& room, const std::vector<Pending>& calls) {
       run_collective(room, pending.call, pending.in, pending.out, pending.factor);
 }
 
-// For the record of commands.
-std::string text_of(const Room& room, const std::vector<Pending>& calls) {
-  if (!commands::are_recorded()) return "";
-  auto is_message = [](const Pending& pending) { return pending.call.kind == messages; };
-  if (!std::all_of(calls.begin(), calls.end(), is_message)) {
-    std::vector<int> ranks;
-    for (int rank = 0; rank < room.num_ranks; rank++) ranks.push_back(room.global_rank(rank));
-    return commands::of_ranks(room.name, ranks);
-  }
-  std::vector<std::pair<int, int>> ways;
-  const int me = room.global_rank(room.rank);
-  for (const Pending& pending : calls)
-    for (const Message& one : pending.messages) {
-      const int peer = room.global_rank(one.peer);
-      ways.push_back(one.is_send ? std::pair(me, peer) : std::pair(peer, me));
-    }
-  return commands::of_messages(room.name, ways);
-}
-
 // One kernel for the calls of one communicator, on the first one's stream; the other streams wait
 // for it, and it for them (enqueue.cc, "userStream[0] waits on each userStream[i]"). Kernels of one
 // communicator run in the order of their launches, whatever their streams (NCCL, "Using multiple
@@ -341,8 +321,7 @@ ncclResult_t launch(std::vector<Pending> calls) {
     std::lock_guard order_lock(order->mutex);
     stream->push_wait_begun(order->last);
   }
-  const std::string text = text_of(*room, calls);
-  comm->last = stream->push_kernel([room, calls = std::move(calls)] { run(*room, calls); }, text);
+  comm->last = stream->push_kernel([room, calls = std::move(calls)] { run(*room, calls); });
   for (Stream* other : others) other->push_wait(comm->last);
   if (order) {
     std::lock_guard order_lock(order->mutex);

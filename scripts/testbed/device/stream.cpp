@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "captures.hpp"
-#include "commands.hpp"
 #include "delays.hpp"
 #include "report.hpp"
 
@@ -62,7 +61,6 @@ auto& all = *new std::vector<Stream*>;
 auto& all_mutex = *new std::mutex;
 std::atomic<int> next_ordinal{0}, next_number{0};
 std::atomic<Clock::rep> last_submission{0};
-thread_local bool is_of_stream = false;
 thread_local int current = 0;
 auto& defaults = *new std::map<int, Stream*>;  // of each device
 
@@ -96,10 +94,8 @@ Stream::Stream(int device, int priority) : device(device), priority(priority) {
   all.push_back(this);
 }
 
-Position Stream::push_kernel(std::function<void()> run, const std::string& of_collective) {
-  if (captures::keeps(this,
-                      [run, of_collective](Stream* s) { s->push_kernel(run, of_collective); }))
-    return {};
+Position Stream::push_kernel(std::function<void()> run) {
+  if (captures::keeps(this, [run](Stream* s) { s->push_kernel(run); })) return {};
   int us;
   {
     std::lock_guard lock(mutex_);
@@ -111,11 +107,11 @@ Position Stream::push_kernel(std::function<void()> run, const std::string& of_co
     begin_kernel();
     run();
   };
-  return add(std::move(kernel), Kind::kernel, of_collective);
+  return add(std::move(kernel), Kind::kernel);
 }
 
 void Stream::push_wait(Position other) {
-  if (other.stream && other.stream != this) add([other] { other.wait(); }, Kind::wait, "", other);
+  if (other.stream && other.stream != this) add([other] { other.wait(); }, Kind::wait);
 }
 
 void Stream::push_wait_begun(Position kernel) {
@@ -129,8 +125,7 @@ Position Stream::push_beside(std::function<void()> run) {
   return add(std::move(run), Kind::beside);
 }
 
-Position Stream::add(std::function<void()> run, Kind kind, const std::string& of_collective,
-                     Position after) {
+Position Stream::add(std::function<void()> run, Kind kind) {
   captures::refuse(this, "a command that a graph does not keep");
   last_submission = Clock::now().time_since_epoch().count();
   std::lock_guard lock(mutex_);
@@ -142,10 +137,6 @@ Position Stream::add(std::function<void()> run, Kind kind, const std::string& of
     std::thread([this] { work(); }).detach();
   }
   const bool is_queued = queue_ && kind != Kind::beside;
-  if (after.stream)
-    commands::note_wait(number_, submitted_, after.stream->number_, after.count);
-  else if (kind != Kind::beside)
-    commands::note(number_, submitted_, of_collective);
   tasks_.push_back({std::move(run), kind, host_moment(), is_queued});
   if (is_queued) {
     std::lock_guard queue_lock(queue_->mutex);
@@ -166,7 +157,6 @@ bool Stream::may_go_on() {
 }
 
 void Stream::work() {
-  is_of_stream = true;
   std::unique_lock lock(mutex_);
   for (;;) {
     while (!may_go_on()) {
@@ -209,7 +199,6 @@ void Position::demand() const {
 
 void Position::wait() const {
   if (!stream) return;
-  if (!is_of_stream) commands::note_host_wait(stream->number_, count);
   demand();
   std::unique_lock lock(stream->mutex_);
   stream->completed_changed_.wait(lock, [this] { return stream->completed_ >= count; });

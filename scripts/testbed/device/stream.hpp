@@ -11,7 +11,6 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <string>
 
 #include "clock.hpp"
 
@@ -41,8 +40,7 @@ struct Stream {
   const int device;
   const int priority;
 
-  // Put off as the law says. of_collective: as in commands.hpp, where it is one.
-  Position push_kernel(std::function<void()> run, const std::string& of_collective = "");
+  Position push_kernel(std::function<void()> run);  // put off as the law says
   Position push(std::function<void()> run);         // at once
   Position push_beside(std::function<void()> run);  // as no command of CUDA: in no hardware queue
   void push_wait(Position other);                   // what follows waits for `other`
@@ -62,8 +60,7 @@ struct Stream {
     double issued;  // by the host; see clock.hpp
     bool is_queued;
   };
-  Position add(std::function<void()> run, Kind kind, const std::string& of_collective = "",
-               Position after = {});
+  Position add(std::function<void()> run, Kind kind);
   void work();
   bool may_go_on();
   void begin_kernel();

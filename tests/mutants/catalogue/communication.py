@@ -260,15 +260,4 @@ MUTANTS = [
         "",
         "tests/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
     ),
-    Mutant(
-        "a-stream-waits-for-nothing",
-        "a command begins after what its stream waits for",
-        "scripts/launch_order/queues.py",
-        "        _join(clock, after)\n",
-        "",
-        (
-            "tests/launch_order/test_queues.py::"
-            "test_a_collective_needs_those_of_its_rank_without_whose_end_it_cannot_begin"
-        ),
-    ),
 ]
