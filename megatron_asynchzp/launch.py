@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_asynchzp.commands import launch_words
 from megatron_asynchzp.commands.meeting import check_meeting, torchrun_options
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
-from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.command_line import check_numbers_of_nodes
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.process.refusal import (

@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from megatron_asynchzp.command import COMMANDS
-from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from scripts.report import rebuild
 

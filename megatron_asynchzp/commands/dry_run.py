@@ -11,7 +11,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.asynchzp import add_dry_run_arguments
+from megatron_asynchzp.mcore.flags.arguments import add_dry_run_arguments
 
 EXIT_TOO_LARGE = 1
 _RANKS_PER_NODE = 8

@@ -96,7 +96,7 @@ def _print_shardings(
     found: "Verdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
 ) -> None:
     from megatron_asynchzp.commands.verdict import shardings
-    from megatron_asynchzp.mcore import planned
+    from megatron_asynchzp.mcore.run import planned
 
     assert found.args is not None
     given = command_line.parse_words(flags)

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_asynchzp.commands import plan_table
 from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
@@ -76,10 +76,10 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
     """Return the space of plans for the model of `args`, Megatron's validated arguments."""
-    from megatron_asynchzp.mcore import planned
+    from megatron_asynchzp.mcore.run import planned
 
     free: dict[str, Any] = {"vary": tuple(asked.vary)}
-    schedule = resolve_schedule(args)
+    schedule = schedule_of(args)
     if not schedule.is_inline:
         free["depths"] = tuple(dict.fromkeys((schedule.prefetch_depth, *_DEPTHS)))
     if "recompute" not in asked.keep:
@@ -93,7 +93,7 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
     """The model of a training command in a pretended world of the cluster's ranks. Raises
     ConfigurationError for what Megatron or --use-asynchzp refuses."""
     from megatron_asynchzp.commands import pretended_world
-    from megatron_asynchzp.mcore import planned
+    from megatron_asynchzp.mcore.run import planned
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     setting, args = setting_of(command, cluster)
     space = space_of(setting, args, asked, cluster)
     print(f"{command[0]}: {plan_table.model(setting.model)}", flush=True)
-    from megatron_asynchzp.mcore import planned
+    from megatron_asynchzp.mcore.run import planned
 
     with _progress() as progress:
         outcome = planned.find(space, progress)

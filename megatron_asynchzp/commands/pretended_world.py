@@ -29,8 +29,9 @@ import torch
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
-from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop
+from megatron_asynchzp.mcore.flags.arguments import DryRunStop
 from megatron_asynchzp.mcore.process import platform
+from megatron_asynchzp.mcore.run.settings import Run
 
 # Megatron asks more of the environment (CUDA_DEVICE_MAX_CONNECTIONS) of Hopper and older.
 _CAPABILITY = (9, 0)
@@ -220,6 +221,7 @@ def _parse(
         mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
         mock.patch("megatron_asynchzp.mcore.startup.choose_platform", lambda _: None),
         mock.patch("megatron_asynchzp.mcore.patches.arguments.refuse_no_rank", lambda: None),
+        mock.patch.object(Run, "begin", lambda _: None),  # nothing is to run in this process
         contextlib.nullcontext() if torch.cuda.is_available() else _answers_of_a_gpu(),
         _silence() as printed,
     ):
@@ -228,7 +230,7 @@ def _parse(
             _set_padded_vocabulary(args)
             build_as_megatron(args)
             if Path(argv[0]).name in OF_FLAGS:
-                from megatron_asynchzp.mcore import planned
+                from megatron_asynchzp.mcore.run import planned
 
                 planned.refuse_sizes_of_layers(args)
         except (Exception, SystemExit) as error:

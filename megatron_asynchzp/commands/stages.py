@@ -13,9 +13,10 @@ from megatron_asynchzp.commands import pretended_world
 from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
 from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups, group_kinds
 from megatron_asynchzp.commands.savings import Saving, savings
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.flags.shard_sizes import held_sizes, sharding_group_size
-from megatron_asynchzp.mcore.planned import costing_of, naming_the_flag, shard_sizes
+from megatron_asynchzp.mcore.run.planned import costing_of, naming_the_flag
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
@@ -60,7 +61,7 @@ class DryRun:
     @property
     def asked_budgets(self) -> dict[str, int]:
         """Bytes of "params" and "grads" that the flags let a rank keep."""
-        schedule = resolve_schedule(self.args)
+        schedule = schedule_of(self.args)
         return {"params": schedule.keep_params_nbytes, "grads": schedule.keep_grads_nbytes}
 
     @property
@@ -97,7 +98,8 @@ def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun
     costing = costing_of(args)
     with naming_the_flag():
         stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
-    sizes, ranks = shard_sizes(args) if args.use_asynchzp else None, RankGroups(args)
+    run, ranks = RunSettings.of_arguments(args), RankGroups(args)
+    sizes = run.sizes if args.use_asynchzp else None
     communicators = Communicators(0, 0)
     if sizes is not None:
         communicators = engine_communicators(ranks.sharding.values(), sizes, ranks_per_node)

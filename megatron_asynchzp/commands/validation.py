@@ -52,7 +52,7 @@ def _refuse_little_in_flight(script: Path, args: Namespace) -> None:
 
     if args.asynchzp_memory_in_flight_gb is None or script.name not in OF_FLAGS:
         return
-    from megatron_asynchzp.mcore import planned
+    from megatron_asynchzp.mcore.run import planned
 
     try:
         costing = planned.costing_of(args)

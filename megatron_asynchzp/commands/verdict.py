@@ -14,7 +14,6 @@ from megatron_asynchzp.commands import pretended_world
 from megatron_asynchzp.commands.recipes import without_flag
 from megatron_asynchzp.commands.stages import held_nbytes
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore import planned
 from megatron_asynchzp.mcore.flags import checks, command_line
 from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
 from megatron_asynchzp.mcore.flags.refusals import Refused
@@ -26,6 +25,8 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     sharding_ranks_per_node,
     weight_shards,
 )
+from megatron_asynchzp.mcore.run import planned
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.contenders import (
     DISTRIBUTED_OPTIMIZER,
@@ -183,7 +184,10 @@ def shardings(
     costing = replace(costing, cluster=cluster or costing.cluster)
     plain = copy(args)
     vars(plain).update({f"asynchzp_{state}_shard_size": None for state in STATES})
-    default, becomes = resolve_shard_sizes(plain, group, on_node), planned.shard_sizes(args)
+    default, becomes = (
+        resolve_shard_sizes(plain, group, on_node),
+        RunSettings.of_arguments(args).sizes,
+    )
     rows = [("yours", held_sizes(given, group)), (OURS, becomes)]
     if replace(default, cuts=()) != replace(becomes, cuts=()):
         rows.append((f"{OURS}, default sizes", default))

@@ -23,7 +23,7 @@ from megatron_asynchzp.device import Device
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.failure.last_line import EXIT_FAILURE, LastLine, end_process
 from megatron_asynchzp.failure.roll_call import ANSWERS_WITHIN_S
-from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
+from megatron_asynchzp.mcore.flags.config import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 from megatron_asynchzp.schedule import ScheduleConfig

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from megatron_asynchzp.mcore.settings import Settings
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.shard_groups import (
     broadcast_from_first_rank,
     communication_device,
@@ -28,7 +28,7 @@ _CONSTRUCTION: ContextVar[Construction | None] = ContextVar("asynchzp_constructi
 
 @contextmanager
 def constructing(
-    settings: Settings, pg_collection: ProcessGroupCollection, has_experts: bool
+    settings: RunSettings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> Iterator[None]:
     """While the body builds model chunks, shard their layers, embeddings and output layers as soon
     as each is complete. Collective over the world; has_experts: its common answer."""

@@ -25,8 +25,8 @@ from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.differences import called_by_megatron
 from megatron_asynchzp.mcore.low_precision import forget_copies, send_codes
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.schedule_plan import tell_of_parts
-from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import (
     broadcast_from_first_rank,
     communication_device,
@@ -266,7 +266,7 @@ def wrap_model_chunks(
     model_chunks: Sequence[torch.nn.Module],
     ddp_config: DistributedDataParallelConfig,
     pg_collection: ProcessGroupCollection,
-    settings: Settings,
+    settings: RunSettings,
     construction: Construction | None = None,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.

@@ -8,7 +8,7 @@ import torch
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.flags.asynchzp import EARLY_UPDATE_FLAG
+from megatron_asynchzp.mcore.flags.config import flag_of
 from megatron_asynchzp.mcore.units import has_late_grads
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -54,5 +54,5 @@ def build_early_update(
         is_forced = schedule.early_update == "on"
         return EarlyUpdate(optimizers[0], early, is_forced, inverse_scale=inverse_scale)
     if schedule.early_update == "on":
-        raise ConfigurationError(f"{EARLY_UPDATE_FLAG} on: {reason}; leave the flag out")
+        raise ConfigurationError(f"{flag_of('early_update')} on: {reason}; leave the flag out")
     return None

@@ -5,7 +5,6 @@
 import functools
 import importlib
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -83,17 +82,6 @@ def replaces(
     See Patch for the arguments.
     """
     return lambda call: Patch(target, parameters, why, drop_when, call, last)
-
-
-def run_args(flag: str = "use_asynchzp") -> Namespace | None:
-    """Megatron's global arguments if `flag` was given to this run, else None."""
-    from megatron.training import get_args
-
-    try:
-        args = get_args()
-    except AssertionError:  # a library user who never parsed arguments
-        return None
-    return args if getattr(args, flag, False) else None
 
 
 # --- checks ------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ parameter is updated from the moments before they are rounded.
 """
 
 import inspect
-from argparse import Namespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -17,30 +16,11 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch.optim.adam import adam
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.run.settings import MomentDtypes
 from megatron_asynchzp.zero.taken_grads import given_grad
 
 # Elements that are computed in fp32 at once: what a step takes beside the states is 8 bytes each.
 _CHUNK = 1 << 20
-
-
-class MomentDtypes(NamedTuple):
-    """In what the two moments of Adam are stored."""
-
-    exp_avg: torch.dtype = torch.float32
-    exp_avg_sq: torch.dtype = torch.float32
-
-    @property
-    def is_rounded(self) -> bool:
-        return self != MomentDtypes()
-
-
-def moments_of(args: Namespace) -> MomentDtypes:
-    """Return the moments' dtypes by validated arguments: of --use-asynchzp, or stock Megatron."""
-    words = getattr(args, "asynchzp_moment_dtypes", None)
-    if words is None:
-        return MomentDtypes(args.exp_avg_dtype, args.exp_avg_sq_dtype)
-    known = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    return MomentDtypes(*(known[word] for word in words))
 
 
 class RoundedAdam(torch.optim.AdamW):

@@ -4,10 +4,10 @@
 opened on its last rank (--tensorboard-dir, --wandb-project), whenever it logs a step.
 """
 
-from typing import Any
-
 from megatron_asynchzp.comm.report import CommReport
 from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.run.settings import Run
+from megatron_asynchzp.planner.memory import MomentBytes
 
 
 def write_scalars(communication: Communication, report: CommReport) -> None:
@@ -46,11 +46,9 @@ def scalars_of(communication: Communication, report: CommReport) -> dict[str, fl
 
 def nbytes_at_rest(communication: Communication) -> int:
     """Bytes of this rank's shards, the moments of the optimizer included."""
-    from megatron.training import get_args
-
-    from megatron_asynchzp.mcore.planned import moments_nbytes
     from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated
 
     units = [unit for runtime in communication.runtimes for unit in runtime.units]
-    args: Any = get_args()
-    return sum(state_nbytes_allocated(units, moments_nbytes(args)).values())
+    settings = Run.current_settings()
+    moments = MomentBytes() if settings is None else settings.moment_nbytes
+    return sum(state_nbytes_allocated(units, moments).values())

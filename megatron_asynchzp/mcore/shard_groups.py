@@ -3,7 +3,6 @@
 """Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
 
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.mcore.settings import Settings
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.units import sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 
 def create_shard_groups(
-    settings: Settings, pg_collection: ProcessGroupCollection, has_experts: bool
+    settings: RunSettings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> dict[str, ShardGroups]:
     """Communicators of the dense and, with `has_experts`, of the expert sharding group. Collective
     over both groups; `has_experts` is their common answer.
@@ -27,7 +26,7 @@ def create_shard_groups(
 
     def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
-        options = partial(communicator_options, name, dist.get_backend(group), settings.timeout)
+        options = partial(communicator_options, name, dist.get_backend(group), settings)
         created = ShardGroups.create(
             topology, group, settings.timeout, settings.grad_dtype, options
         )
@@ -44,7 +43,7 @@ def create_shard_groups(
     return groups
 
 
-def communicator_options(name: str, backend: str, timeout: timedelta | None) -> Any:
+def communicator_options(name: str, backend: str, settings: RunSettings) -> Any:
     """For torch's `pg_options`: NCCL's options for a communicator of ours, None for other backends.
 
     name: Megatron's group that ours replace, whose entry in the file of
@@ -55,14 +54,12 @@ def communicator_options(name: str, backend: str, timeout: timedelta | None) -> 
         return None
     import yaml
     from megatron.core.parallel_state import get_nccl_options
-    from megatron.training.global_vars import get_args
 
-    args: Any = get_args()
-    path = args.nccl_communicator_config_path
+    path = settings.communicator_file
     entry = (yaml.safe_load(Path(path).read_text()) or {}).get(name, {}) if path else {}
     options: Any = get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
-    if timeout is not None:
-        options._timeout = timeout  # torch warns where it is not that of the group
+    if settings.timeout is not None:
+        options._timeout = settings.timeout  # torch warns where it is not that of the group
     return options
 
 

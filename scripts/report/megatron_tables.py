@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal

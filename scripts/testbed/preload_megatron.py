@@ -19,7 +19,7 @@ _LATE = (
     "megatron_asynchzp.cpu_platform.platform", "megatron_asynchzp.library.sharded_model",
     "megatron_asynchzp.mcore.startup", "megatron_asynchzp.mcore.data_parallel",
     "megatron_asynchzp.mcore.optimizer", "megatron_asynchzp.mcore.start_table",
-    "megatron_asynchzp.mcore.construction", "megatron_asynchzp.mcore.planned",
+    "megatron_asynchzp.mcore.construction", "megatron_asynchzp.mcore.run.planned",
     "megatron_asynchzp.mcore.state_bytes", "megatron_asynchzp.mcore.whole_tensors",
     "scripts.train.model_of_flags",
 )

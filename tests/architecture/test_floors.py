@@ -49,10 +49,10 @@ LIBRARY = {
 }
 # Within the adapter: rooms, and files beside them.
 ADAPTER = {
-    "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "rounded_adam": 0,
-    "low_precision": 0,
-    "differences": 1, "whole_tensors": 2, "checkpoint": 1, "attention": 1, "process": 1,
-    "qk_clip": 2, "replicas": 2, "planned": 1, "settings": 1,
+    "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "low_precision": 0,
+    "run": 1, "rounded_adam": 2,
+    "differences": 1, "whole_tensors": 2, "checkpoint": 2, "attention": 1, "process": 1,
+    "qk_clip": 2, "replicas": 2,
     "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
     "schedule_plan": 2, "data_parallel": 3, "start_table": 4, "muon": 4, "early_update": 4,
     "optimizer": 5,

@@ -47,7 +47,7 @@ def held(model_chunks: list, optimizer: Any) -> tuple[int, float, float, float, 
     from megatron.training import get_args
 
     from megatron_asynchzp.mcore.low_precision import kept_nbytes
-    from megatron_asynchzp.mcore.planned import costing_of
+    from megatron_asynchzp.mcore.run.planned import costing_of
 
     memory = costing_of(get_args()).stage_memory(0)
     gc.collect()
@@ -105,7 +105,7 @@ class Highest(NamedTuple):
 def planned_peak(model_chunks: list, optimizer: Any) -> tuple[float, float]:
     from megatron.training import get_args
 
-    from megatron_asynchzp.mcore.planned import costing_of
+    from megatron_asynchzp.mcore.run.planned import costing_of
 
     memory = costing_of(get_args()).stage_memory(0)
     return memory.training, memory.activations.kept

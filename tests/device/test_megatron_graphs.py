@@ -55,7 +55,7 @@ def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int,
     from megatron.core.parallel_state import get_pipeline_model_parallel_rank
     from megatron.training import get_args
 
-    from megatron_asynchzp.mcore.planned import costing_of
+    from megatron_asynchzp.mcore.run.planned import costing_of
 
     layers = [layer for chunk in model_chunks for layer in chunk.modules()]
     units = [unit for chunk in model_chunks for unit in chunk.units]

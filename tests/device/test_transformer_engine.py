@@ -74,7 +74,7 @@ def quantised(model_chunks: list, optimizer: Any) -> tuple[bool, int, int, float
     from megatron.training import get_args
 
     from megatron_asynchzp.mcore.low_precision import kept_nbytes
-    from megatron_asynchzp.mcore.planned import costing_of
+    from megatron_asynchzp.mcore.run.planned import costing_of
 
     planned = 0.0
     if getattr(get_args(), "use_asynchzp", False):

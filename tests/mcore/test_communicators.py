@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.training import global_vars
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.shard_groups import communicator_options
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from scripts.testbed.ranks import run_ranks
@@ -47,14 +47,13 @@ def test_streams_of_ours_have_priority_and_megatrons_file_holds_for_them(
     if file is not None:
         path = tmp_path / "nccl.yaml"
         path.write_text(file)
-    args = SimpleNamespace(nccl_communicator_config_path=path and str(path))
-    monkeypatch.setattr(global_vars, "get_args", lambda: args)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     limit = timedelta(seconds=7)
-    options = communicator_options(name, "nccl", limit)
+    settings = RunSettings(ShardSizes(1, 1, 1), timeout=limit, communicator_file=path and str(path))
+    options = communicator_options(name, "nccl", settings)
     assert (options.is_high_priority_stream, options.config.max_ctas) == expected
     assert options._timeout == limit
-    assert communicator_options(name, "gloo", limit) is None
+    assert communicator_options(name, "gloo", settings) is None
 
 
 def connect_all() -> bool:

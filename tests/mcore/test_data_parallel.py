@@ -25,12 +25,12 @@ def wrap(chunks: list, sizes: tuple[int, int, int] = (1, 2, 2), **ddp_options: b
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
-    from megatron_asynchzp.mcore.settings import Settings
+    from megatron_asynchzp.mcore.run.settings import RunSettings
 
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
     config = DistributedDataParallelConfig(**ddp_options)
-    return wrap_model_chunks(chunks, config, groups, Settings(ShardSizes(*sizes)))
+    return wrap_model_chunks(chunks, config, groups, RunSettings(ShardSizes(*sizes)))
 
 
 def _held_back(num_chunks: int, has_one_config: bool) -> list[list[int]]:

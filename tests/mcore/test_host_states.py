@@ -45,12 +45,13 @@ def refuse_other_bytes(chunks: Any) -> None:
     """The start table and the planner count what is on the device, room for updates included."""
     from megatron.training import get_args
 
-    from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes
+    from megatron_asynchzp.mcore.run.planned import costing_of
+    from megatron_asynchzp.mcore.run.settings import Run
     from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated
 
     args: Any = get_args()
     units = [unit for chunk in chunks for unit in chunk.units]
-    counted = state_nbytes_allocated(units, moments_nbytes(args))
+    counted = state_nbytes_allocated(units, Run.current_settings().moment_nbytes)
     planned = costing_of(args).stage_memory(
         args.rank // (args.world_size // args.pipeline_model_parallel_size)
     )

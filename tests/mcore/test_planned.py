@@ -6,6 +6,7 @@ count the same bytes."""
 from argparse import Namespace
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -15,9 +16,9 @@ import torch
 from megatron_asynchzp.commands import plan as command
 from megatron_asynchzp.commands.stages import dry_run_of_flags
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore import planned
-from megatron_asynchzp.mcore.flags.asynchzp import AUTO
-from megatron_asynchzp.mcore.flags.shard_sizes import STATES
+from megatron_asynchzp.mcore.flags.config import AUTO, STATES, AsyncHZPConfig
+from megatron_asynchzp.mcore.run import planned
+from megatron_asynchzp.mcore.run.settings import RunSettings, moment_nbytes_of
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.plan import Plan
@@ -130,7 +131,7 @@ def test_as_many_bytes_of_sgds_states_are_planned_as_it_has(momentum):
     optimizer.step()
     states = [state for state in optimizer.state[param].values() if state is not None]
     args = Namespace(optimizer="sgd", sgd_momentum=momentum)
-    assert 1000 * planned.moments_nbytes(args).all_params == sum(state.nbytes for state in states)
+    assert 1000 * moment_nbytes_of(args).all_params == sum(state.nbytes for state in states)
 
 
 def test_a_run_that_trains_other_parameters_than_the_adapters_of_its_flags_is_refused():
@@ -143,12 +144,13 @@ def test_a_run_that_trains_other_parameters_than_the_adapters_of_its_flags_is_re
     flags = ("--use-asynchzp", "--mock-data", *flags_of(shape), *adapters)
     args = dry_run_of_flags(flags, 2, 2).args
     described = 6 * 8 * (128 + 512)  # layers, rank, both ends of linear_fc1
-    planned.refuse_other_adapters(args, 0, described)
+    run = RunSettings.of_arguments(args)
+    planned.refuse_other_adapters(args, run, 0, described)
     for other in (0, described - 1, described + 1, 2 * described):
         with pytest.raises(ConfigurationError) as refused:
-            planned.refuse_other_adapters(args, 0, other)
+            planned.refuse_other_adapters(args, run, 0, other)
         line = str(refused.value)
         assert f"{described:,} trained" in line and f"the model has {other:,}" in line
         assert "leave the flags out" in line and "\n" not in line
-    args.asynchzp_adapter_rank = None  # nothing is described
-    planned.refuse_other_adapters(args, 0, 12345)
+    nothing_described = replace(run, config=AsyncHZPConfig())
+    planned.refuse_other_adapters(args, nothing_described, 0, 12345)

@@ -133,21 +133,20 @@ def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_i
     monkeypatch,
 ):
     from megatron_asynchzp.errors import ConfigurationError
-    from megatron_asynchzp.mcore import data_parallel, settings
+    from megatron_asynchzp.mcore import data_parallel
     from megatron_asynchzp.mcore.checkpoint import save_guard
     from megatron_asynchzp.mcore.patches.model import _wrap
+    from megatron_asynchzp.mcore.run.settings import RunSettings
+    from megatron_asynchzp.sharding.topology import ShardSizes
 
     monkeypatch.setattr(data_parallel, "wrap_model_chunks", lambda chunks, *_: chunks)
-    monkeypatch.setattr(settings.Settings, "of", lambda *_: None)
     monkeypatch.setattr(save_guard, "claim_save_directory", lambda _: None)
     monkeypatch.setattr("megatron_asynchzp.at_rest.host_states.move_to_host", lambda *_: None)
-    args = SimpleNamespace(
-        qk_clip=True, asynchzp_save_trained_only=False, asynchzp_adapter_rank=None, rank=1
-    )
+    args, settings = SimpleNamespace(qk_clip=True, rank=1), RunSettings(ShardSizes(1, 1, 1))
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1, rank=lambda: 1))
     model = new_model(False, torch.float32, [1.0] * HEADS)
     model.runtime = None
-    assert _wrap(args, [model], None, groups) == [model]
+    assert _wrap(args, settings, [model], None, groups) == [model]
     del model.decoder.layers[1].self_attention._clip_linear_qkv
     with pytest.raises(ConfigurationError, match="--qk-clip: Module does not say what to clip"):
-        _wrap(args, [model], None, groups)
+        _wrap(args, settings, [model], None, groups)

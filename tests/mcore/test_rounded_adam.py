@@ -12,9 +12,9 @@ from hypothesis import given, settings
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import rounded_adam
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_main_grad_dtype
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
-from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, RoundedAdam, build_rounded_adam
+from megatron_asynchzp.mcore.rounded_adam import RoundedAdam, build_rounded_adam
+from megatron_asynchzp.mcore.run.settings import MomentDtypes, moments_of
 from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
 
 _HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -160,14 +160,14 @@ def test_the_flags_become_dtypes_and_megatrons_own_optimizer_is_switched_off():
     (line,) = take_moment_dtypes(args)
     assert "bf16 and fp32" in line and not args.use_precision_aware_optimizer
     assert args.exp_avg_dtype == "fp32"
-    assert rounded_adam.moments_of(args) == MomentDtypes(exp_avg=torch.bfloat16)
+    assert moments_of(args) == MomentDtypes(exp_avg=torch.bfloat16)
 
 
 def test_main_gradients_in_bf16_are_the_engines_own():
     args = _flags(main_grads_dtype="bf16", use_precision_aware_optimizer=False)
     (line,) = take_moment_dtypes(args)
     assert "keeps main gradients in bf16" in line and args.main_grads_dtype == "fp32"
-    assert resolve_main_grad_dtype(args) == torch.bfloat16
+    assert args.asynchzp_main_grads_dtype == "bf16"
 
 
 @pytest.mark.parametrize(

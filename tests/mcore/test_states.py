@@ -51,14 +51,12 @@ def held_nbytes(chunks: list, optimizer: Any) -> int:
 
 
 def inspect_states(chunks: list, optimizer: Any) -> dict[str, Any]:
-    from megatron.training import get_args
-
-    from megatron_asynchzp.mcore.planned import moments_nbytes
+    from megatron_asynchzp.mcore.run.settings import Run
     from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
 
     units = [unit for chunk in chunks for unit in chunk.units]
     dense = [u for c in chunks for u in c.units if c.runtime.group_keys[u] == "dense"]
-    moments = moments_nbytes(get_args())
+    moments = Run.current_settings().moment_nbytes
     return {
         "held": held_nbytes(chunks, optimizer),
         "formula": sum(state_nbytes_by_formula(units, moments).values()),

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
+from megatron_asynchzp.mcore.flags.config import AsyncHZPConfig
+from megatron_asynchzp.mcore.run.settings import trace_of
 from megatron_asynchzp.schedule import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from scripts.report.step_trace import read_trace
@@ -121,14 +122,9 @@ def test_the_log_of_the_last_rank_has_exposed_communication_and_overlap(runs, ki
 
 
 def arguments(
-    path: Path,
-    rank: int = 0,
-    train_iters: int | None = 100,
-    stages: int = 1,
-    stages_inside: bool = False,
+    rank: int = 0, train_iters: int | None = 100, stages: int = 1, stages_inside: bool = False
 ) -> Namespace:
     return Namespace(
-        asynchzp_trace=str(path),
         rank=rank,
         train_iters=train_iters,
         world_size=8,
@@ -140,22 +136,23 @@ def arguments(
 
 
 def test_rank_0_traces_the_tenth_step_or_the_last_but_one_also_of_a_run_that_goes_on(tmp_path):
-    path = tmp_path / "trace.json"
+    traced = AsyncHZPConfig(trace=str(tmp_path / "trace.json"))
     for num_steps, tenth in ((None, 10), (100, 10), (11, 10), (10, 9), (2, 1), (1, 1)):
         for done in (0, 7):
             train_iters = None if num_steps is None else done + num_steps
-            request = resolve_trace(arguments(path, train_iters=train_iters))
+            request = trace_of(traced, arguments(train_iters=train_iters))
             assert request.step_after(done + 1) == done + tenth
-    assert resolve_trace(arguments(path, rank=1)) is None
-    assert resolve_trace(Namespace(asynchzp_trace=None, rank=0, train_iters=5)) is None
+    assert trace_of(traced, arguments(rank=1)) is None
+    assert trace_of(AsyncHZPConfig(), arguments(train_iters=5)) is None
 
 
 @pytest.mark.parametrize("stages_inside, leaders", [(False, (0, 4)), (True, (0, 2))])
 def test_the_first_rank_of_each_pipeline_stage_traces_into_a_file_of_its_own(
     stages_inside, leaders, tmp_path
 ):
+    traced = AsyncHZPConfig(trace=str(tmp_path / "t.json"))
     requests = [
-        resolve_trace(arguments(tmp_path / "t.json", rank, stages=2, stages_inside=stages_inside))
+        trace_of(traced, arguments(rank, stages=2, stages_inside=stages_inside))
         for rank in range(8)
     ]
     names = {rank: request.path.name for rank, request in enumerate(requests) if request}

@@ -16,12 +16,8 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
-from megatron_asynchzp.mcore.flags.asynchzp import (
-    resolve_grad_dtype,
-    resolve_main_grad_dtype,
-    resolve_schedule,
-)
-from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, shard_sizes
+from megatron_asynchzp.mcore.run.planned import costing_of
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.start_table import preview_of_units
 from megatron_asynchzp.mcore.state_bytes import state_nbytes_by_formula
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
@@ -113,17 +109,16 @@ def numel_of(chunks: Chunks) -> dict[str, int]:
 
 def memory_of(index: int, chunks: Chunks, pg_collection: Any, args: Namespace) -> Memory:
     """Of the engine's own units. As in the planner, moments count with the padding."""
-    costing, schedule, moments = costing_of(args), resolve_schedule(args), moments_nbytes(args)
+    costing, run = costing_of(args), RunSettings.of_arguments(args)
+    schedule, moments = run.schedule, run.moment_nbytes
     groups = {}
     for key, group in (("dense", pg_collection.dp_cp), ("expert", pg_collection.expt_dp)):
         ranks = dist.get_process_group_ranks(group)
-        topology = ShardTopology(
-            len(ranks), group.rank(), shard_sizes(args).restricted_to(len(ranks))
-        )
+        topology = ShardTopology(len(ranks), group.rank(), run.sizes.restricted_to(len(ranks)))
         made = ShardGroups.of_topology(
-            topology, ranks, lambda _, ranks: dist.new_group(list(ranks)), resolve_grad_dtype(args)
+            topology, ranks, lambda _, ranks: dist.new_group(list(ranks)), run.grad_dtype
         )
-        groups[key] = replace(made, main_grad_dtype=resolve_main_grad_dtype(args))
+        groups[key] = replace(made, main_grad_dtype=run.main_grad_dtype)
     of_chunks = [
         [
             HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer)

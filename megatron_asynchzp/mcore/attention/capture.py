@@ -2,29 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries and keys of one step of a training run, for `asynchzp inspect`."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_asynchzp.attention.capture import capture_when
-from megatron_asynchzp.mcore.flags.pasa import CaptureRequest, capture_request
+from megatron_asynchzp.mcore.flags.pasa import CaptureRequest
 
 
-def capture_attention(args: Namespace, model_chunks: Sequence[nn.Module]) -> None:
+def capture_attention(
+    request: CaptureRequest, megatron: Any, model_chunks: Sequence[nn.Module]
+) -> None:
     """Do on rank 0 what --asynchzp-capture-attention asks for, in the step's first micro-batch.
 
-    Other ranks and, with pipelines, other stages are not captured.
+    Other ranks and, with pipelines, other stages are not captured. megatron: its settings by name.
     """
-    request = capture_request(args)
-    if args.rank != 0:
+    if megatron.rank != 0:
         return
 
     def is_due() -> bool:
         # Megatron counts the steps that are done. Before the first one it has counted nothing.
-        return getattr(args, "curr_iteration", None) == request.step - 1
+        return getattr(megatron, "curr_iteration", None) == request.step - 1
 
     model = model_chunks[0] if len(model_chunks) == 1 else nn.ModuleList(model_chunks)
     if not capture_when(model, is_due, partial(_write, request)):

@@ -37,6 +37,7 @@ from megatron_asynchzp.mcore.checkpoint.save_ranks import (
     spread,
 )
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
+from megatron_asynchzp.mcore.run.settings import run_args
 from megatron_asynchzp.zero.unit import HZPUnit
 
 # Those that count steps per parameter.
@@ -209,13 +210,10 @@ class OptimizerCheckpoint:
         return _forms(state_dict)[0].get(_RECORDS_KEY, ())
 
     def _load_groups(self, saved: Sequence[dict]) -> None:
-        from megatron.training import get_args
-
-        args: Any = get_args()
-        rule = ScheduleRule.EQUAL
-        if args.override_opt_param_scheduler:
+        rule, args = ScheduleRule.EQUAL, run_args()
+        if args is not None and args.override_opt_param_scheduler:
             rule = ScheduleRule.OF_RUN
-        elif args.use_checkpoint_opt_param_scheduler:
+        elif args is not None and args.use_checkpoint_opt_param_scheduler:
             rule = ScheduleRule.OF_CHECKPOINT
         kept = {"params", "step", *(_SCHEDULE if rule is ScheduleRule.OF_RUN else ())}
         groups = self._param_groups

@@ -17,16 +17,19 @@ from megatron_asynchzp.checkpoint_files.other_format import (
     is_hugging_face,
 )
 from megatron_asynchzp.errors import ConfigurationError, require
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
+from megatron_asynchzp.mcore.flags.arguments import config_of
+from megatron_asynchzp.mcore.flags.config import STATES
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
-from megatron_asynchzp.mcore.flags.normalisations import normalize_args, refuse_changes
+from megatron_asynchzp.mcore.flags.normalisations import (
+    early_update_of,
+    normalize_args,
+    refuse_changes,
+)
 from megatron_asynchzp.mcore.flags.offloading import take_offload
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
-    STATES,
     automatic_states,
     describe_cuts,
-    refuse_cluster,
     resolve_shard_sizes,
     ruled_states,
     sharding_group_size,
@@ -39,20 +42,20 @@ def prepare_args(args: Namespace) -> list[str]:
     """Everything that happens to the arguments before Megatron validates (and prints) them.
 
     Writes the resolved shard sizes into `args`, unless the planner is to choose some when Megatron
-    has validated the others (mcore/planned.py), and applies NORMALISATIONS; returns the lines to
-    log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
+    has validated the others (mcore/run/planned.py), and applies NORMALISATIONS; returns the lines
+    to log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
     changed nothing then.
     """
     refuse_unsupported(args)
     refuse_sizes(args)
-    resolve_schedule(args)
-    resolve_trace(args)
-    refuse_cluster(args)
+    config_of(args).check_cluster()
+    early_update = early_update_of(args)
     group_size = sharding_group_size(args)
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
     refuse_useless_saves(args)
     refuse_missing_muon(args)
+    args.asynchzp_early_update = early_update
     lines = take_moment_dtypes(args) + take_offload(args)
     lines += take_translated(args, sizes, group_size)
     is_chosen_later = bool(automatic_states(args))

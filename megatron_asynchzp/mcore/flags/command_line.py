@@ -12,15 +12,10 @@ from difflib import get_close_matches
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
-from megatron_asynchzp.mcore.flags.asynchzp import (
-    add_asynchzp_arguments,
-    refuse_trace_path,
-    resolve_schedule,
-)
+from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments, config_of
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of, refuse
 from megatron_asynchzp.mcore.flags.shard_sizes import (
-    refuse_cluster,
     resolve_shard_sizes,
     sharding_group_size,
     sharding_ranks_per_node,
@@ -89,9 +84,9 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
     _refuse_given(REFUSALS, argv)
     if args.bf16 and args.fp16:
         raise ConfigurationError("--bf16 and --fp16 exclude each other; give one of them")
-    resolve_schedule(args)
-    refuse_trace_path(args)
-    refuse_cluster(args)
+    config = config_of(args)
+    config.check_trace()
+    config.check_cluster()
     checks.refuse_missing_data(args)
     checks.refuse_useless_saves(args)
     checks.refuse_unwritable_folders(args)

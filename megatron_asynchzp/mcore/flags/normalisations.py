@@ -227,6 +227,29 @@ OVERLAP = (
 """Get their values beside what BESIDE_OVERLAP has: a layer is computed as one there."""
 
 
+def early_update_of(args: Namespace) -> str:
+    """--asynchzp-early-update, or off where Megatron changes all gradients after backward. Raises
+    ConfigurationError for on there."""
+    asked, reason = args.asynchzp_early_update, None
+    if args.calculate_per_token_loss:
+        reason = "--calculate-per-token-loss scales the gradients when backward is over"
+    elif args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        reason = (
+            "with --sequence-parallel the gradients of every layer's norms are summed over the "
+            "tensor-parallel ranks when backward is over"
+        )
+    elif args.qk_layernorm and args.tensor_model_parallel_size > 1:
+        reason = (
+            "with --qk-layernorm the gradients of these norms are summed over the tensor-parallel "
+            "ranks when backward is over"
+        )
+    elif "muon" in args.optimizer:
+        reason = f"--optimizer {args.optimizer} needs whole matrices"
+    if reason is not None and asked == "on":
+        raise ConfigurationError(f"--asynchzp-early-update on: {reason}; leave the flag out")
+    return asked if reason is None else "off"
+
+
 def normalize_args(args: Namespace) -> list[str]:
     """Give each argument of NORMALISATIONS and OVERLAP its value; return one line for each that
     changed."""

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import no_file_at
 from megatron_asynchzp.mcore.flags.refusals import Refusal, because, equal_to, other_than, refuse
@@ -20,16 +20,20 @@ VENDOR_CHOICES = ("auto", "npu-fusion", "flash-attn", "te", "cudnn", "sdpa")
 
 @dataclass(frozen=True)
 class PasaOptions:
-    """Options of one run's attention, as the flags ask for them.
-
-    uses_causal_mask: honour a mask that was given for causal attention (--reset-attention-mask);
-    otherwise it is the causal triangle, which need not be read.
-    """
+    """Options of one run's attention, as the flags ask for them."""
 
     mode: str = "delegate"
     vendor: str = "auto"
     shifts_values: bool = False
+    # Honour a mask that was given for causal attention (--reset-attention-mask); otherwise it is
+    # the causal triangle, which need not be read.
     uses_causal_mask: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> "PasaOptions":
+        """The options by the settings `args`."""
+        mask = bool(args.reset_attention_mask)
+        return cls(args.pasa_mode, args.pasa_vendor, args.pasa_shift_values, mask)
 
 
 def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -75,6 +79,14 @@ class CaptureRequest(NamedTuple):
     step: int
     path: Path
 
+    @classmethod
+    def of(cls, word: str | None) -> "CaptureRequest | None":
+        """The capture that --asynchzp-capture-attention asks for; None without it."""
+        if word is None:
+            return None
+        step, _, name = word.partition(":")
+        return cls(int(step), Path(name))
+
 
 def _capture_words(word: str) -> str:
     # Megatron keeps its arguments in checkpoints: a word, not an object of ours.
@@ -84,18 +96,6 @@ def _capture_words(word: str) -> str:
     if fault := no_file_at(Path(name)):
         raise ArgumentTypeError(f"{name}: {fault}")
     return word
-
-
-def capture_request(args: Namespace) -> CaptureRequest:
-    """Return the capture that --asynchzp-capture-attention asks for, where it was given."""
-    step, _, name = args.asynchzp_capture_attention.partition(":")
-    return CaptureRequest(int(step), Path(name))
-
-
-def pasa_options(args: Namespace) -> PasaOptions:
-    return PasaOptions(
-        args.pasa_mode, args.pasa_vendor, args.pasa_shift_values, bool(args.reset_attention_mask)
-    )
 
 
 _because = partial(because, beside="--use-pasa-attention")

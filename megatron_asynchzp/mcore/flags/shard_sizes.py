@@ -10,12 +10,9 @@ from itertools import pairwise
 from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.asynchzp import AUTO, NODE, WORLD
+from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD
 from megatron_asynchzp.mcore.flags.refusals import argument_of
-from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.sharding.topology import LONGEST_AXIS, ShardSizes
-
-STATES = ("param", "grad", "optim")
 
 # What a size has that is not given.
 _DEFAULTS = {"param": NODE, "grad": NODE, "optim": WORLD}
@@ -192,26 +189,6 @@ def ruled_states(args: Namespace) -> list[str]:
 def automatic_states(args: Namespace) -> list[str]:
     """The states whose size is auto."""
     return [state for state in STATES if getattr(args, f"asynchzp_{state}_shard_size") == AUTO]
-
-
-def refuse_cluster(args: Namespace) -> None:
-    """Raise ConfigurationError for a size that is auto without a cluster, and the reverse."""
-    automatic = automatic_states(args)
-    if automatic and args.asynchzp_cluster is None:
-        raise ConfigurationError(
-            f"--asynchzp-{automatic[0]}-shard-size auto: give --asynchzp-cluster NAME_OR_FILE, for "
-            "which the size is chosen, or a number of ranks"
-        )
-    if args.asynchzp_cluster is not None and not automatic:
-        raise ConfigurationError(
-            f"--asynchzp-cluster {args.asynchzp_cluster} has no effect without a shard size that "
-            "is auto; add --asynchzp-param-shard-size auto, or leave it out"
-        )
-    if args.asynchzp_cluster is not None:
-        try:
-            load_cluster(args.asynchzp_cluster)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"--asynchzp-cluster {error}") from error
 
 
 def _nested_default(default: int, other: int | None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop, add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.arguments import DryRunStop, add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.checks import (
     confirm_args,
     prepare_args,
@@ -18,6 +18,8 @@ from megatron_asynchzp.mcore.flags.checks import (
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments, refuse_unsupported_attention
 from megatron_asynchzp.mcore.patch import replaces
 from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
+from megatron_asynchzp.mcore.run.planned import choose_sizes
+from megatron_asynchzp.mcore.run.settings import Run
 
 
 @replaces(
@@ -50,13 +52,11 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     result = original(args, defaults)
     if is_asynchzp:
         confirm_args(args)
-        # Imports Megatron's optimizers: too early before its version was checked.
-        from megatron_asynchzp.mcore.planned import choose_sizes
-
         lines += choose_sizes(args)
     if args.rank == 0:
         for line in lines:
             print(f"megatron_asynchzp: {line}", flush=True)
     if getattr(args, "asynchzp_dry_run", None) is not None:
         raise DryRunStop(args)
+    Run.begin(args)
     return result

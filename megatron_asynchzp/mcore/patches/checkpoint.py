@@ -11,7 +11,8 @@ from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_ite
 from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.mcore.checkpoint.operation import current_load
 from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
+from megatron_asynchzp.mcore.patch import Patch, replaces
+from megatron_asynchzp.mcore.run.settings import run_args
 
 
 def _saves() -> Saves:

@@ -4,7 +4,6 @@
 flag each replacement calls the original with what it was given.
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
@@ -12,20 +11,19 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.checks import refuse_foreign_tokens
-from megatron_asynchzp.mcore.flags.shard_sizes import node_size
-from megatron_asynchzp.mcore.patch import found_version, replaces, run_args
+from megatron_asynchzp.mcore.patch import found_version, replaces
+from megatron_asynchzp.mcore.run.settings import Run, RunSettings, run_args
 from megatron_asynchzp.versions import Version
 
 
 def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
     given = signature(original).bind(*args, **options)
     given.apply_defaults()
-    run = run_args()
-    if run is None or not given.arguments["wrap_with_ddp"]:
+    run, settings = run_args(), Run.current_settings()
+    if settings is None or not given.arguments["wrap_with_ddp"]:
         return original(*args, **options)
     from megatron_asynchzp.mcore.construction import constructing
     from megatron_asynchzp.mcore.low_precision import refuse_missing_te
-    from megatron_asynchzp.mcore.settings import Settings
 
     refuse_missing_te(run)
     if run.cuda_graph_impl == "local":
@@ -34,7 +32,6 @@ def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
         refuse_foreign_tokens(run)
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
-    settings = Settings.of(run, pg_collection.dp_cp.size())
     with constructing(settings, pg_collection, has_experts=run.expert_model_parallel_size > 1):
         return original(*args, **options)
 
@@ -97,8 +94,8 @@ def ddp_wrap(
     **options: Any,
 ) -> list:
     _capture(model)
-    if (args := run_args()) is not None:
-        return _wrap(args, model, ddp_config, pg_collection)
+    if (run := Run.current()) is not None and run.settings is not None:
+        return _wrap(run.megatron, run.settings, model, ddp_config, pg_collection)
     options["pg_collection"] = pg_collection
     return original(model, data_parallel_random_init, ddp_config, *rest, **options)
 
@@ -114,59 +111,57 @@ def wrap_chunks(
     original: Callable, model_chunks, config, ddp_config, *, pg_collection=None, **options: Any
 ) -> list:
     _capture(model_chunks)
-    if (args := run_args()) is not None:
-        return _wrap(args, model_chunks, ddp_config, pg_collection)
+    if (run := Run.current()) is not None and run.settings is not None:
+        return _wrap(run.megatron, run.settings, model_chunks, ddp_config, pg_collection)
     return original(model_chunks, config, ddp_config, pg_collection=pg_collection, **options)
 
 
 def _capture(model_chunks: Sequence) -> None:
-    if (args := run_args("asynchzp_capture_attention")) is not None:
+    if (run := Run.current()) is not None and run.capture is not None:
         from megatron_asynchzp.mcore.attention.capture import capture_attention
 
-        capture_attention(args, model_chunks)
+        capture_attention(run.capture, run.megatron, model_chunks)
 
 
-def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
+def _wrap(
+    args: Any, settings: RunSettings, model_chunks: Sequence, ddp_config: Any, pg_collection: Any
+) -> list:
     from megatron_asynchzp.at_rest.host_states import move_to_host
     from megatron_asynchzp.device import device_of
     from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
     from megatron_asynchzp.mcore.construction import current_construction
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
-    from megatron_asynchzp.mcore.flags.offloading import offload_of
-    from megatron_asynchzp.mcore.settings import Settings
 
     pg_collection = pg_collection or _process_groups()
     claim_save_directory(args)
     construction = current_construction()
-    settings = Settings.of(args, pg_collection.dp_cp.size())
     # Megatron wraps on a stream of its own, which has waited for the default one. Parameters are
     # memory of the default stream: freed while another one still copies them they could be reused.
     with device_of(next(model_chunks[0].parameters())).on_default_stream():
         chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
-        move_to_host([chunk.runtime for chunk in chunks], offload_of(args))
+        move_to_host([chunk.runtime for chunk in chunks], settings.offload)
     if args.qk_clip:
         from megatron_asynchzp.mcore.qk_clip import refuse_unknown_attention
 
         refuse_unknown_attention(chunks)
-    if args.asynchzp_save_trained_only:
+    if settings.config.save_trained_only:
         from megatron_asynchzp.mcore.data_parallel import refuse_all_trained
 
         refuse_all_trained(chunks)
     if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
             print(f"megatron_asynchzp: {line}", flush=True)
-    if args.asynchzp_adapter_rank is not None:
-        from megatron_asynchzp.mcore.planned import refuse_other_adapters
+    if settings.config.adapter_rank is not None:
+        from megatron_asynchzp.mcore.run.planned import refuse_other_adapters
 
         trained = [u.layout.numel for chunk in chunks for u in chunk.units if u.is_trained]
-        refuse_other_adapters(args, pg_collection.pp.rank(), sum(trained))
+        refuse_other_adapters(args, settings, pg_collection.pp.rank(), sum(trained))
     if args.rank == 0:
-        from megatron_asynchzp.mcore.planned import moments_nbytes
         from megatron_asynchzp.mcore.start_table import budget_hint, format_start_table
 
         whole_nbytes = None if construction is None else construction.peak_whole_nbytes
-        moments = moments_nbytes(args)
-        table = format_start_table(chunks, node_size(args), moments, whole_nbytes)
+        moments, per_node = settings.moment_nbytes, settings.ranks_per_node
+        table = format_start_table(chunks, per_node, moments, whole_nbytes)
         print(table, flush=True)
         batch = args.micro_batch_size * args.data_parallel_size
         if hint := budget_hint(chunks, args.global_batch_size // batch):
@@ -184,14 +179,12 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
 def get_optimizer(
     original: Callable, config, model_chunks, config_overrides=None, *rest: Any, **options: Any
 ) -> Any:
-    if (args := run_args()) is None:
+    if (settings := Run.current_settings()) is None:
         return original(config, model_chunks, config_overrides, *rest, **options)
     from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
-    from megatron_asynchzp.mcore.rounded_adam import moments_of
 
-    pg_collection = options.get("pg_collection")
-    moments = moments_of(args)
-    return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection, moments)
+    groups, moments = options.get("pg_collection"), settings.moments
+    return get_asynchzp_optimizer(config, model_chunks, config_overrides, groups, moments)
 
 
 @replaces(
@@ -288,11 +281,10 @@ def capture_recorded(original: Callable) -> Any:
     drop_when="Megatron lets a flag name a core attention, and calls back for each layer",
 )
 def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    if (run := run_args("use_pasa_attention")) is not None:
+    if (run := Run.current()) is not None and run.attention is not None:
         from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
-        from megatron_asynchzp.mcore.flags.pasa import pasa_options
 
-        spec_or_module = use_pasa_in(spec_or_module, pasa_options(run))
+        spec_or_module = use_pasa_in(spec_or_module, run.attention)
     module = original(spec_or_module, *args, **kwargs)
     if run_args() is not None:
         from megatron_asynchzp.mcore.construction import note_built

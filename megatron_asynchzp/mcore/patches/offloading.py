@@ -5,7 +5,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.patch import replaces, run_args
+from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.run.settings import run_args
 
 
 @replaces(

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.run.settings import run_args
 
 
 @replaces(
@@ -20,13 +21,10 @@ def calc_params_l2_norm(
 ) -> float:
     if (communication := Communication.current()) is None:
         return original(model, force_create_fp32_copy)
-    from megatron.training import get_args
-
     from megatron_asynchzp.mcore.whole_tensors import norm_of_params
 
     # As stock: of the main parameters in bf16, of the model's in fp16.
-    args: Any = get_args()
-    in_model_dtype = force_create_fp32_copy or not args.bf16
+    in_model_dtype = force_create_fp32_copy or not run_args().bf16
     return norm_of_params(communication.runtimes, in_model_dtype)
 
 

@@ -13,7 +13,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
+from megatron_asynchzp.mcore.flags.arguments import add_argument_of
 from megatron_asynchzp.mcore.process.lost_device import refuse_lost_device
 from megatron_asynchzp.schedule import NOT_ON_STREAMS
 
@@ -66,7 +66,7 @@ def is_on_cpu() -> bool:
 def is_cpu_asked(argv: list[str]) -> bool:
     """Whether --asynchzp-device in `argv` asks for the CPU platform."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_device_argument(parser)
+    add_argument_of(parser, "device")
     try:
         return parser.parse_known_args(argv)[0].asynchzp_device == "cpu"
     except ArgumentError:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns whether any rank of the world was asked to end its run (SIGTERM), as all of them know it."""
 
+import sys
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ class StopSignal:
 
 def _was_asked() -> bool | None:
     """Whether the signal came to this rank; None without --exit-signal-handler."""
-    from megatron.training import global_vars
-
-    handler: Any = global_vars._GLOBAL_SIGNAL_HANDLER
+    global_vars: Any = sys.modules.get("megatron.training.global_vars")
+    handler = getattr(global_vars, "_GLOBAL_SIGNAL_HANDLER", None)  # frameworks have no such module
     return None if handler is None else handler._signal_received

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 
 _PLAIN = "--use-asynchzp --mock-data --micro-batch-size 1 --global-batch-size 8 --bf16"

@@ -13,7 +13,7 @@ from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCal
 from megatron_asynchzp.checkpoint_files.choice import TRACKER
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.flags.command_line import check_command_line
 
 
@@ -85,9 +85,9 @@ def test_a_size_that_is_none_is_refused_in_one_line(parse, flag, value):
 
 
 def test_a_budget_for_kept_parameters_is_a_number_or_what_the_device_has_left(parse):
-    schedule = resolve_schedule(parse("--asynchzp-keep-params-gb auto"))
+    schedule = schedule_of(parse("--asynchzp-keep-params-gb auto"))
     assert schedule.keeps_params_in_free_memory and not schedule.keep_params_nbytes
-    schedule = resolve_schedule(parse("--asynchzp-keep-params-gb 0.5"))
+    schedule = schedule_of(parse("--asynchzp-keep-params-gb 0.5"))
     assert schedule.keep_params_nbytes == 2**29 and not schedule.keeps_params_in_free_memory
 
 
@@ -103,22 +103,25 @@ def test_a_budget_for_kept_parameters_is_a_number_or_what_the_device_has_left(pa
 def test_early_updates_are_off_where_gradients_change_after_backward_and_on_is_refused(
     parse, line, reason
 ):
-    assert resolve_schedule(parse(line)).early_update == "off"
+    args = parse(line)
+    checks.prepare_args(args)
+    assert schedule_of(args).early_update == "off"
     with pytest.raises(ConfigurationError, match=f"^--asynchzp-early-update on: {reason}"):
-        resolve_schedule(parse(f"{line} --asynchzp-early-update on"))
+        checks.prepare_args(parse(f"{line} --asynchzp-early-update on"))
 
 
 def test_early_updates_are_as_asked_for_elsewhere(parse):
     for way in ("auto", "on", "off"):
         for line in ("", "--sequence-parallel", "--bf16 --tensor-model-parallel-size 2"):
             args = parse(f"{line} --asynchzp-early-update {way}")
-            assert resolve_schedule(args).early_update == way
+            checks.prepare_args(args)
+            assert schedule_of(args).early_update == way
 
 
 def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):
     args = parse("--asynchzp-memory-in-flight-gb 3 --asynchzp-grad-slot-mb 0.5")
     args.virtual_pipeline_model_parallel_size = 2
-    schedule = resolve_schedule(args)
+    schedule = schedule_of(args)
     assert schedule.in_flight_nbytes == 3 * 2**29 and schedule.grad_slot_nbytes == 2**19
 
 

@@ -8,7 +8,6 @@ import inspect
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -25,7 +24,9 @@ from megatron_asynchzp.mcore.patch import (
     replaces,
 )
 from megatron_asynchzp.mcore.patches import model, table
+from megatron_asynchzp.mcore.run.settings import Run, RunSettings
 from megatron_asynchzp.mcore.startup import patch_megatron
+from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.versions import MEGATRON
 
 PATCHES = [one for one in table.PATCHES if one.is_needed_in(package_info.__version__)]
@@ -209,13 +210,9 @@ ASKED_BY_FLAG = [
 def test_without_use_asynchzp_a_replacement_passes_its_arguments_on(
     monkeypatch, unpatched, attribute, run
 ):
-    import megatron.training
-
-    def get_args():
-        assert run is not None, "args is not initialized"  # as Megatron's
-        return run
-
-    monkeypatch.setattr(megatron.training, "get_args", get_args)
+    monkeypatch.setattr(Run, "_current", None)
+    if run is not None:
+        Run.begin(run)
     patch = next(patch for patch in PATCHES if patch.attribute == attribute)
     signature = inspect.signature(_current(patch))
     kinds = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -229,8 +226,6 @@ def test_without_use_asynchzp_a_replacement_passes_its_arguments_on(
 
 
 def test_in_018_a_common_state_among_the_shards_is_read_by_our_runs_alone(tmp_path, monkeypatch):
-    import megatron.training
-
     from megatron_asynchzp.checkpoint_files.common_state import COMMON_OBJECT
     from megatron_asynchzp.hf.torch_dist import write_checkpoint
 
@@ -238,8 +233,8 @@ def test_in_018_a_common_state_among_the_shards_is_read_by_our_runs_alone(tmp_pa
     patch = next(patch for patch in table.PATCHES if patch.attribute == "load_common")
     assert patch.is_needed_in("0.18.2") and not patch.is_needed_in("0.19.0")
     for is_ours in (True, False):
-        run = partial(Namespace, use_asynchzp=is_ours)
-        monkeypatch.setattr(megatron.training, "get_args", run)
+        settings = RunSettings(ShardSizes(1, 1, 1)) if is_ours else None
+        monkeypatch.setattr(Run, "_current", Run(Namespace(), settings, None, None))
         original = _Recorder()
         found = patch.make(original)(str(tmp_path / "it"))
         assert found == {"iteration": 3} if is_ours else found is original
@@ -287,8 +282,9 @@ def test_an_old_megatron_is_refused_in_one_line_where_it_is_to_capture_layers_by
     class Started(Exception):
         pass
 
-    run = Namespace(cuda_graph_impl="local", fp8=None, fp4=None, rank=0)
-    monkeypatch.setattr(model, "run_args", lambda: run)
+    megatron = Namespace(cuda_graph_impl="local", fp8=None, fp4=None, rank=0)
+    run = Run(megatron, RunSettings(ShardSizes(1, 1, 1)), None, None)
+    monkeypatch.setattr(Run, "_current", run)
     monkeypatch.setattr(package_info, "__version__", version)
     monkeypatch.setattr("megatron_asynchzp.mcore.low_precision.refuse_missing_te", lambda _: None)
     monkeypatch.setattr(model, "refuse_foreign_tokens", mock.Mock(side_effect=Started))

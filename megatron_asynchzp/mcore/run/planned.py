@@ -12,22 +12,10 @@ from copy import copy
 from typing import Any, Literal
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.asynchzp import (
-    AUTO,
-    resolve_grad_dtype,
-    resolve_main_grad_dtype,
-    resolve_schedule,
-)
-from megatron_asynchzp.mcore.flags.offloading import offload_of
+from megatron_asynchzp.mcore.flags.config import AUTO, STATES
 from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
-from megatron_asynchzp.mcore.flags.shard_sizes import (
-    STATES,
-    automatic_states,
-    describe_cuts,
-    node_size,
-    sharding_ranks_per_node,
-)
-from megatron_asynchzp.mcore.rounded_adam import moments_of
+from megatron_asynchzp.mcore.flags.shard_sizes import automatic_states, describe_cuts, node_size
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.planner.activations import (
     FP4_COPIES_NBYTES,
     FP8_COPIES_NBYTES,
@@ -38,7 +26,6 @@ from megatron_asynchzp.planner.activations import (
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing
-from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.planner.model import (
     Adapters,
     Attention,
@@ -55,36 +42,31 @@ from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.search import Outcome, search
 from megatron_asynchzp.planner.space import Space, undivided
 from megatron_asynchzp.planner.traffic import Wire
-from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 _MAMBA_HEADS_OF = 2  # Megatron's expansion: heads x head_dim are twice the hidden size
-_MUONS = ("muon", "dist_muon")
 
 # ---- a run as it is
 
 
-def plan_of(args: Namespace, setting: Setting) -> Plan:
+def plan_of(args: Namespace, setting: Setting, run: RunSettings | None = None) -> Plan:
     """Return the plan that the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
 
-    args: validated. setting: theirs.
+    args: validated. setting, run: theirs.
     """
+    run = run or RunSettings.of_arguments(args)
     return Plan(
-        shard_sizes(args),
+        run.sizes,
         setting.parallel,
         setting.batch,
-        resolve_schedule(args),
+        run.schedule,
         setting.recompute,
-        Wire(
-            resolve_grad_dtype(args).itemsize,
-            gathers_codes=getattr(args, "asynchzp_sends_codes", False),
-        ),
-        moments_nbytes(args),
+        Wire(run.grad_dtype.itemsize, gathers_codes=run.sends_codes),
+        run.moment_nbytes,
         is_on_cpu=args.distributed_backend == "gloo",
         has_loss_scale=args.fp16,
         seated=_seated_kinds(args),
-        main_grad=resolve_main_grad_dtype(args).itemsize,
-        offload=offload_of(args),
+        main_grad=run.main_grad_dtype.itemsize,
+        offload=run.offload,
     )
 
 
@@ -93,28 +75,14 @@ def _seated_kinds(args: Namespace) -> tuple[str, ...]:
     return kinds if captures_layers(args) else ()
 
 
-def costing_of(args: Namespace, setting: Setting | None = None) -> Costing:
+def costing_of(
+    args: Namespace, setting: Setting | None = None, run: RunSettings | None = None
+) -> Costing:
     """The bytes and the order of the run that the flags ask for: neither depends on a cluster's
     speeds, which are any."""
     setting = setting or setting_of(args)
     cluster = Cluster("any", args.world_size, 1, Device(1.0, 1.0), Link(1.0), Link(1.0))
-    return Costing(setting.model, plan_of(args, setting), cluster, setting.kernels)
-
-
-def shard_sizes(args: Namespace) -> ShardSizes:
-    """Return the shard sizes of the dense group, as prepare_args resolved them."""
-    given = [getattr(args, f"asynchzp_{state}_shard_size") for state in STATES]
-    param, grad, optim = (1 if size in (None, AUTO) else size for size in given)
-    known = ShardSizes(param, grad, optim)
-    return known.with_short_axes(sharding_ranks_per_node(args))
-
-
-def moments_nbytes(args: Namespace) -> MomentBytes:
-    """Size the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
-    if args.optimizer == "sgd":
-        return MomentBytes(FP32_NBYTES if args.sgd_momentum else 0)
-    nbytes = sum(dtype.itemsize for dtype in moments_of(args))
-    return MomentBytes(nbytes, FP32_NBYTES if args.optimizer in _MUONS else None)
+    return Costing(setting.model, plan_of(args, setting, run), cluster, setting.kernels)
 
 
 def refuse_sizes_of_layers(args: Namespace) -> None:
@@ -304,12 +272,14 @@ def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
     return Adapters(args.asynchzp_adapter_rank, frozenset(args.asynchzp_adapter_layers))
 
 
-def refuse_other_adapters(args: Namespace, stage: int, trained_numel: int) -> None:
+def refuse_other_adapters(
+    args: Namespace, run: RunSettings, stage: int, trained_numel: int
+) -> None:
     """Raise ConfigurationError where a rank of pipeline stage `stage` trains other parameters than
     --asynchzp-adapter-rank lets the planner count."""
-    if args.asynchzp_adapter_rank is None:
+    if run.config.adapter_rank is None:
         return
-    units = costing_of(args).units[stage]
+    units = costing_of(args, run=run).units[stage]
     planned = sum(unit.numel for unit in units if unit.is_trained)
     if planned != trained_numel:
         raise ConfigurationError(

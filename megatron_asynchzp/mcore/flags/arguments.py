@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the `--asynchzp-*` flags from the fields of AsyncHZPConfig, and a config from what argparse
+has read. Importing this file loads no torch: a wrong flag is refused before anything heavy is
+imported.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, flag_of
+from megatron_asynchzp.schedule import ScheduleConfig
+
+
+class DryRunStop(ConfigurationError):
+    """Megatron's arguments are validated, and nothing is to run.
+
+    validated: those arguments. The message is for a process that did not start as a dry run.
+    """
+
+    def __init__(self, args: Namespace):
+        super().__init__(
+            "--asynchzp-dry-run starts no ranks: python -m megatron_asynchzp.launch SCRIPT [flags] "
+            "--asynchzp-dry-run"
+        )
+        self.validated = args
+
+
+def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags of this plugin to Megatron's parser, as an `extra_args_provider` would."""
+    group = parser.add_argument_group(title="asynchzp")
+    group.add_argument(
+        "--use-asynchzp",
+        action="store_true",
+        help="Train with hierarchical ZeRO in place of DDP and Megatron's optimizer.",
+    )
+    for name in OPTIONS:
+        add_argument_of(group, name)
+    add_dry_run_arguments(group)
+    return parser
+
+
+def add_argument_of(parser: Any, name: str) -> None:
+    """Add the flag of one field of AsyncHZPConfig."""
+    made = OPTIONS[name]
+    told, default = made.metadata, made.default
+    words: dict[str, Any] = {"dest": f"asynchzp_{name}", "help": told["text"]}
+    if isinstance(default, bool):
+        words["action"] = "store_false" if default else "store_true"
+    else:
+        words |= {"default": default, "type": told["read"] and _for_argparse(told["read"])}
+        words |= {"choices": told["choices"] or None, "metavar": told["metavar"]}
+        if told["is_list"]:
+            words |= {"nargs": "+", "default": list(default)}
+    parser.add_argument(flag_of(name), **words)
+
+
+@cache
+def _for_argparse(read: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Let the message of a ValueError reach the user; argparse has its own for int and float."""
+    if isinstance(read, type):
+        return read
+
+    def read_word(word: str) -> Any:
+        try:
+            return read(word)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return read_word
+
+
+def config_of(args: Namespace) -> AsyncHZPConfig:
+    """The config that the flags ask for. Raises ConfigurationError, one line."""
+    return AsyncHZPConfig.of(vars(args))
+
+
+def schedule_of(args: Any, config: AsyncHZPConfig | None = None) -> ScheduleConfig:
+    """The engine's schedule by the settings `args`; config: where it is not of argparse."""
+    # Megatron's validation sets it.
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    limit_s = 60.0 * args.distributed_timeout_minutes
+    return (config or config_of(args)).schedule_config(chunks, limit_s, args.log_interval)
+
+
+def add_dry_run_arguments(parser: Any) -> None:
+    """Add the flags that the launcher reads before anything is started."""
+    parser.add_argument(
+        "--asynchzp-dry-run",
+        nargs="?",
+        type=int,
+        const=0,
+        default=None,
+        metavar="RANKS",
+        help="Start nothing: print the groups of so many ranks, and the memory of each by pipeline "
+        "stage. Only through megatron_asynchzp.launch; without RANKS: WORLD_SIZE of the "
+        "environment, else the fewest ranks that the parallel sizes and the batch allow. "
+        "Default: train.",
+    )
+    parser.add_argument(
+        "--asynchzp-device-gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="Memory of one device. The dry run prints what is left of it, and ends with status 1 "
+        "where that is nothing. Default: not compared.",
+    )

@@ -1,0 +1,338 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a user can choose about a run, with the defaults, the checks that need nothing else,
+and the text that explains each choice. Importing this file loads no torch.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_asynchzp.errors import ConfigurationError, no_file_at
+from megatron_asynchzp.planner.cluster_files import load_cluster
+from megatron_asynchzp.schedule import (
+    AUTO,
+    DEFAULT_GRAD_SLOT_NBYTES,
+    EARLY_UPDATES,
+    SCHEDULES,
+    ScheduleConfig,
+)
+
+STATES = ("param", "grad", "optim")
+ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Projections of a layer that may have an adapter, as the planner knows them."""
+NODE, WORLD = "node", "world"
+"""Rules for a shard size, which give a number for any number of nodes."""
+_MIB, _GIB = 2**20, 2**30
+
+
+# ---- readers of one value: from a word of a command line, or from a value
+
+
+def whole_from(least: int) -> Callable[[Any], int]:
+    """Read a whole number that is not below `least`."""
+
+    def read(value: Any) -> int:
+        if not str(value).isdecimal() or int(value) < least:
+            raise ValueError(f"{value} is not a whole number from {least}")
+        return int(value)
+
+    return read
+
+
+def number_or(words: Sequence[str], number: type[int] | type[float], unit: str) -> Callable:
+    """Read a number of `unit`, or one of `words`, which the run replaces by a number."""
+
+    def read(value: Any) -> float | str:
+        if value in words:
+            return value
+        try:
+            return number(value)
+        except ValueError:
+            allowed = f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
+            raise ValueError(f"{value} is neither a number of {unit} nor {allowed}") from None
+
+    return read
+
+
+_RANKS = number_or((AUTO, NODE, WORLD), int, "ranks")
+
+# Late enough for the order of units to be known and for allocations to be over.
+_TRACED_STEP = 10
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A step of a run to be written to `path`."""
+
+    path: Path
+    num_steps: int | None = None  # of the run and of those that it goes on from; None: unknown
+
+    def step_after(self, first: int) -> int:
+        """The step to write of a run that begins with the step `first`: its tenth.
+
+        Of a shorter run it is the last but one: its trace ends with what follows the step, which
+        after the last one may be an evaluation.
+        """
+        if self.num_steps is None:
+            return first + _TRACED_STEP - 1
+        return max(first, min(first + _TRACED_STEP, self.num_steps) - 1)
+
+
+# ---- the choices
+
+
+def option(
+    text: str,
+    default: Any = False,
+    read: Callable[[Any], Any] | None = None,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+    flag: str | None = None,
+    is_list: bool = False,
+) -> Any:
+    """A choice of the user, as a field of AsyncHZPConfig.
+
+    text: the help of its flag, without the default where `text` has no "Default:".
+    read: makes a value of a word; without it words stay, and True and False are a switch.
+    flag: another name than that of the field.
+    """
+    asked = {"text": text, "read": read, "choices": choices, "metavar": metavar, "flag": flag}
+    return field(default=default, metadata=asked | {"is_list": is_list})
+
+
+def _shard_size(held: str, default: str) -> Any:
+    return option(
+        f"Ranks (data x context parallel) that share one copy of the {held}; node: those of the "
+        "sharding group on one node; world: the whole sharding group; auto: as many as the planner "
+        f"finds best on --asynchzp-cluster. Default: {default}.",
+        None,
+        _RANKS,
+        metavar="RANKS",
+    )
+
+
+def _kept(kept: str, read: Callable[[Any], Any], more: str = "") -> Any:
+    return option(
+        f"Memory budget of a rank, in addition to what is in flight, for {kept} from one "
+        f"micro-batch to a later one, with pipelines and gradient accumulation.{more} Default: 0.",
+        0.0,
+        read,
+        metavar="GIB",
+    )
+
+
+@dataclass(frozen=True)
+class AsyncHZPConfig:
+    """What a user can choose about a run with AsyncHZP. A field is the flag --asynchzp-<field>.
+
+    Raises ConfigurationError, one line that names the flag, for a value that no run can have.
+    """
+
+    param_shard_size: int | str | None = _shard_size("parameters", NODE)
+    grad_shard_size: int | str | None = _shard_size("gradients", NODE)
+    optim_shard_size: int | str | None = _shard_size("main parameters and optimizer state", WORLD)
+    cluster: str | None = option(
+        "The machines of the run as the planner knows them: the name of a cluster, or a file that "
+        "describes one. For shard sizes that are auto; those that are not given are chosen with "
+        "them. Default: none.",
+        None,
+        metavar="NAME_OR_FILE",
+    )
+    schedule: str = option(
+        "Which thread issues the collectives: the one that computes, ahead of their use "
+        "(main-thread) or when they are needed (inline), or on a CPU background threads "
+        "(threaded). Default: threaded on a CPU, else main-thread (auto).",
+        AUTO,
+        choices=(AUTO, *SCHEDULES),
+    )
+    prefetch_depth: int = option(
+        "Units of each size that are gathered ahead of the one that computes. Default: 1.",
+        1,
+        whole_from(0),
+        metavar="UNITS",
+    )
+    memory_in_flight_gb: float | None = option(
+        "Upper bound on a rank's memory for gathered parameters and for gradients that are being "
+        "reduced, shared equally by its model chunks. A lower bound makes gathers start later. "
+        "Default: what two layers of each size need (in the start table).",
+        None,
+        float,
+        metavar="GIB",
+    )
+    grad_slot_mb: float = option(
+        "The largest piece of a unit's fp32 gradients that one collective reduces; with gradient "
+        "accumulation fusion a unit is always one piece. Default: "
+        f"{DEFAULT_GRAD_SLOT_NBYTES // _MIB}.",
+        DEFAULT_GRAD_SLOT_NBYTES / _MIB,
+        float,
+        metavar="MIB",
+    )
+    keep_params_gb: float | str = _kept(
+        "parameters that stay gathered", number_or((AUTO,), float, "GiB"), " auto: what is free."
+    )
+    keep_grads_gb: float = _kept("gradients that stay unreduced", float)
+    early_update: str = option(
+        "Send updated parameters while backward goes on, before the norm of the gradients is "
+        "known; a step that is clipped or skipped sends them again. The results are the same. "
+        "auto: as many as backward has room for, while steps are not clipped; on: all; off: none. "
+        "Default: auto.",
+        AUTO,
+        choices=EARLY_UPDATES,
+    )
+    check_order: bool = option(
+        "Do not compare, once per step, which collectives the ranks issued in which order. "
+        "Default: compare.",
+        True,
+        flag="--no-asynchzp-check-order",
+    )
+    trace: str | None = option(
+        "Write a Chrome trace of one step of rank 0: the tenth after its start, or the last but "
+        "one. With a pipeline the first rank of each further stage N writes its own, as FILE with "
+        ".stageN before the suffix. Default: no trace.",
+        None,
+        metavar="FILE",
+    )
+    verify: str = option(
+        "What --load reads to find damage before it loads: the CRC-32 of every record (full), or "
+        "manifest, sizes and zip directories without the data (structure). Default: full.",
+        "full",
+        choices=("full", "structure"),
+    )
+    save_ranks: int | None = option(
+        "How many of the ranks that share the optimizer states of a layer write it, at most: the "
+        "others bring them theirs, and the layers take turns. Files and parts of tensors grow "
+        "with it. Default: 64 over the tensor- and expert-parallel ranks of a layer.",
+        None,
+        whole_from(1),
+        metavar="RANKS",
+    )
+    save_trained_only: bool = option(
+        "Save of the model only what is trained (adapters). Loading such a checkpoint takes the "
+        "frozen rest from --pretrained-checkpoint. Default: save the whole model."
+    )
+    adapter_rank: int | None = option(
+        "For the planner, the dry run and shard sizes that are auto: the script freezes the model "
+        "and adds low-rank adapters of this rank. A run that trains other parameters is refused. "
+        "Default: all is trained.",
+        None,
+        whole_from(1),
+        metavar="RANK",
+    )
+    adapter_layers: tuple[str, ...] = option(
+        "Which projections of each layer have one. Default: all.",
+        ADAPTED,
+        choices=ADAPTED,
+        is_list=True,
+    )
+    device: str = option(
+        "The accelerator, or the CPU platform where there is none (auto), or always the CPU (cpu). "
+        "A machine with an accelerator that torch does not see is refused without cpu. "
+        "Default: auto.",
+        AUTO,
+        choices=(AUTO, "cpu"),
+    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "AsyncHZPConfig":
+        """Make a config of settings by the names that argparse gives them."""
+        values = {
+            name: given[f"asynchzp_{name}"] for name in OPTIONS if f"asynchzp_{name}" in given
+        }
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    def __post_init__(self) -> None:
+        for name, one in OPTIONS.items():
+            value, flag = getattr(self, name), flag_of(name)
+            if value == one.default:
+                continue
+            _check_value(flag, value, one.metadata["read"], one.metadata["choices"])
+        for name in ("grad_slot_mb", "memory_in_flight_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigurationError(f"{flag_of(name)} {value:g}: give a size larger than 0")
+        for name in ("keep_params_gb", "keep_grads_gb"):
+            value = getattr(self, name)
+            if value != AUTO and not 0 <= value < math.inf:
+                raise ConfigurationError(
+                    f"{flag_of(name)} {value:g}: give the GiB that may be used, or 0 for none"
+                )
+        automatic = self.states_of_size(AUTO)
+        if automatic and self.cluster is None:
+            raise ConfigurationError(
+                f"--asynchzp-{automatic[0]}-shard-size auto: give --asynchzp-cluster NAME_OR_FILE, "
+                "for which the size is chosen, or a number of ranks"
+            )
+
+    def check_cluster(self) -> None:
+        """Raise ConfigurationError for a cluster that nothing is chosen for, or that this machine
+        has no file of."""
+        if self.cluster is None:
+            return
+        if not self.states_of_size(AUTO):
+            raise ConfigurationError(
+                f"--asynchzp-cluster {self.cluster} has no effect without a shard size that is "
+                "auto; add --asynchzp-param-shard-size auto, or leave it out"
+            )
+        try:
+            load_cluster(self.cluster)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--asynchzp-cluster {error}") from error
+
+    def check_trace(self) -> None:
+        """Raise ConfigurationError for a trace that cannot become a file, before its step runs."""
+        if self.trace is not None and (fault := no_file_at(Path(self.trace))):
+            raise ConfigurationError(f"--asynchzp-trace {self.trace}: {fault}")
+
+    @property
+    def shard_sizes(self) -> dict[str, int | str | None]:
+        """The three sizes as given, by state."""
+        return {state: getattr(self, f"{state}_shard_size") for state in STATES}
+
+    def states_of_size(self, *words: str) -> list[str]:
+        """The states whose size is one of `words`."""
+        return [state for state, size in self.shard_sizes.items() if size in words]
+
+    def schedule_config(
+        self, num_chunks: int = 1, time_limit_s: float = 600.0, timed_every: int = 10
+    ) -> ScheduleConfig:
+        """The engine's schedule. num_chunks: model chunks of a rank, which share its memory."""
+        bound = self.memory_in_flight_gb
+        return ScheduleConfig(
+            self.schedule,
+            self.prefetch_depth,
+            None if bound is None else int(bound * _GIB) // num_chunks,
+            int(self.grad_slot_mb * _MIB),
+            time_limit_s=time_limit_s,
+            checks_order=self.check_order,
+            timed_every=timed_every,
+            keep_params_nbytes=0 if self.keep_params_gb == AUTO else _nbytes(self.keep_params_gb),
+            keep_grads_nbytes=_nbytes(self.keep_grads_gb),
+            keeps_params_in_free_memory=self.keep_params_gb == AUTO,
+            early_update=self.early_update,
+        )
+
+
+OPTIONS: dict[str, Field] = {one.name: one for one in fields(AsyncHZPConfig)}
+
+
+def flag_of(name: str) -> str:
+    """The flag of the field `name`."""
+    return OPTIONS[name].metadata["flag"] or f"--asynchzp-{name.replace('_', '-')}"
+
+
+def _check_value(flag: str, value: Any, read: Callable | None, choices: Sequence[str]) -> None:
+    for word in value if isinstance(value, tuple) else (value,):
+        if choices and word not in choices:
+            raise ConfigurationError(f"{flag} {word}: give one of {', '.join(choices)}")
+    if read is not None:
+        try:
+            read(value)
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"{flag}: {error}") from error
+
+
+def _nbytes(gib: Any) -> int:
+    return int(gib * _GIB)

@@ -1,0 +1,195 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what the settings of a run resolve to, as the model, its communicators, its optimizer and
+its checkpoints need it: the user's choices, and what Megatron's settings say. Made once a process.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from megatron_asynchzp.mcore.flags.arguments import config_of, schedule_of
+from megatron_asynchzp.mcore.flags.config import AUTO, AsyncHZPConfig, TraceRequest
+from megatron_asynchzp.mcore.flags.pasa import CaptureRequest, PasaOptions
+from megatron_asynchzp.mcore.flags.shard_sizes import node_size, sharding_ranks_per_node
+from megatron_asynchzp.planner.memory import MomentBytes
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+_LIBRARY_WAITS_LONGER = timedelta(minutes=1)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MUONS = ("muon", "dist_muon")
+
+
+class MomentDtypes(NamedTuple):
+    """In what the two moments of Adam are stored."""
+
+    exp_avg: torch.dtype = torch.float32
+    exp_avg_sq: torch.dtype = torch.float32
+
+    @property
+    def is_rounded(self) -> bool:
+        return self != MomentDtypes()
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run with AsyncHZP is, made once a process by a producer: argparse, or another."""
+
+    sizes: ShardSizes  # of the dense sharding group; experts use their gcd with their own group
+    config: AsyncHZPConfig = AsyncHZPConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    grad_dtype: torch.dtype = torch.float32  # in which gradients travel
+    main_grad_dtype: torch.dtype = torch.float32  # in which a rank keeps the sums of its gradients
+    moments: MomentDtypes = MomentDtypes()
+    moment_nbytes: MomentBytes = MomentBytes()  # of an element, of the optimizer's states
+    offload: float = 0.0  # part of the optimizer states that is on the host between two updates
+    timeout: timedelta | None = None  # of the engine's communicators; None for torch's own
+    starts_differ: bool = False  # ranks initialise differently, and the first rank's values count
+    saves_beside_training: bool = False
+    sends_codes: bool = False  # weights of layers that compute in FP8 are gathered in FP8
+    trace: TraceRequest | None = None  # of this rank
+    ranks_per_node: int = 1
+    communicator_file: str | None = None  # see --nccl-communicator-config-path
+    number_of_step: Callable[[], int | None] = lambda: None  # see Communication
+
+    @classmethod
+    def of(cls, config: AsyncHZPConfig, megatron: Any, sizes: ShardSizes) -> "RunSettings":
+        """Join the user's choices with Megatron's settings.
+
+        megatron: settings by the names of Megatron's arguments, after its own validation.
+        sizes: what the sizes of `config` resolve to.
+        """
+        main_grad_dtype = _DTYPES[getattr(megatron, "asynchzp_main_grads_dtype", "fp32")]
+        return cls(
+            sizes,
+            config,
+            schedule_of(megatron, config),
+            _grad_dtype(megatron, main_grad_dtype),
+            main_grad_dtype,
+            moments_of(megatron),
+            moment_nbytes_of(megatron),
+            getattr(megatron, "asynchzp_offload", 0.0),
+            _timeout(megatron),
+            megatron.data_parallel_random_init,
+            megatron.async_save,
+            getattr(megatron, "asynchzp_sends_codes", False),
+            trace_of(config, megatron),
+            node_size(megatron),
+            megatron.nccl_communicator_config_path,
+            partial(_number_of_step, megatron),
+        )
+
+    @classmethod
+    def of_arguments(cls, args: Namespace) -> "RunSettings":
+        """args: validated, with the shard sizes that prepare_args resolved, or a plan of stock
+        Megatron, which has (1, 1, 1)."""
+        config = config_of(args)
+        numbers = (1 if size in (None, AUTO) else size for size in config.shard_sizes.values())
+        sizes = ShardSizes(*numbers).with_short_axes(sharding_ranks_per_node(args))
+        return cls.of(config, args, sizes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What this process trains with, since Megatron has validated its arguments."""
+
+    megatron: Any  # Megatron's settings by name: they change while it trains (curr_iteration)
+    settings: RunSettings | None  # None without --use-asynchzp
+    attention: PasaOptions | None  # None without --use-pasa-attention
+    capture: CaptureRequest | None
+
+    # A process has one run, as its interpreter has one Megatron.
+    _current: ClassVar["Run | None"] = None
+
+    @classmethod
+    def begin(cls, args: Namespace) -> None:
+        """Make the run of validated arguments the one of this process."""
+        is_ours = getattr(args, "use_asynchzp", False)
+        has_attention = getattr(args, "use_pasa_attention", False)
+        Run._current = cls(
+            args,
+            RunSettings.of_arguments(args) if is_ours else None,
+            PasaOptions.of(args) if has_attention else None,
+            CaptureRequest.of(getattr(args, "asynchzp_capture_attention", None)),
+        )
+
+    @classmethod
+    def current(cls) -> "Run | None":
+        """The run of this process; None before Megatron has validated its arguments."""
+        return Run._current
+
+    @classmethod
+    def current_settings(cls) -> RunSettings | None:
+        """The settings of this process; None without --use-asynchzp."""
+        return None if Run._current is None else Run._current.settings
+
+
+def run_args() -> Any:
+    """Megatron's settings by name where this process runs with --use-asynchzp; else None."""
+    run = Run.current()
+    return None if run is None or run.settings is None else run.megatron
+
+
+def _grad_dtype(megatron: Any, main_grad_dtype: torch.dtype) -> torch.dtype:
+    """As in stock Megatron --grad-reduce-in-bf16 is for bf16 models, and main gradients in bf16
+    travel as they are."""
+    is_shorter = megatron.grad_reduce_in_bf16 or main_grad_dtype != torch.float32
+    return torch.bfloat16 if megatron.bf16 and is_shorter else torch.float32
+
+
+def moments_of(megatron: Any) -> MomentDtypes:
+    words = getattr(megatron, "asynchzp_moment_dtypes", None)
+    if words is None:  # stock Megatron
+        return MomentDtypes(megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype)
+    return MomentDtypes(*(_DTYPES[word] for word in words))
+
+
+def moment_nbytes_of(megatron: Any) -> MomentBytes:
+    """Size the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
+    if megatron.optimizer == "sgd":
+        return MomentBytes(FP32_NBYTES if megatron.sgd_momentum else 0)
+    nbytes = sum(dtype.itemsize for dtype in moments_of(megatron))
+    return MomentBytes(nbytes, FP32_NBYTES if megatron.optimizer in _MUONS else None)
+
+
+def trace_of(config: AsyncHZPConfig, megatron: Any) -> TraceRequest | None:
+    """The trace that this rank writes. Raises ConfigurationError for a path that cannot be."""
+    if config.trace is None or (stage := _stage_led(megatron)) is None:
+        return None
+    config.check_trace()
+    path = Path(config.trace)
+    if stage > 0:
+        path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
+    return TraceRequest(path, megatron.train_iters)
+
+
+def _stage_led(megatron: Any) -> int | None:
+    """The pipeline stage whose first rank this is; None for every other rank."""
+    stages = megatron.pipeline_model_parallel_size
+    ranks = megatron.world_size // stages
+    if megatron.use_tp_pp_dp_mapping:
+        ranks = megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    stage, place = divmod(megatron.rank, ranks)
+    return stage if place == 0 and stage < stages else None
+
+
+def _number_of_step(megatron: Any) -> int | None:
+    """Megatron counts the steps that are done, and only its training loop does."""
+    done = getattr(megatron, "curr_iteration", None)
+    return None if done is None else done + 1
+
+
+def _timeout(megatron: Any) -> timedelta:
+    """A device's library ends the process and names no unit, so the engine's own limit comes
+    before it. On a CPU it is gloo that ends a wait."""
+    limit = timedelta(minutes=megatron.distributed_timeout_minutes)
+    is_on_cpu = torch.accelerator.current_accelerator() is None
+    return limit if is_on_cpu else limit + _LIBRARY_WAITS_LONGER
