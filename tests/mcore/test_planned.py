@@ -57,6 +57,7 @@ def chosen_among(space: Space, wanted: Plan) -> Costing:
 def in_auto(args: Namespace, cluster: Cluster) -> Costing:
     """Of a run whose shard sizes are all auto."""
     auto = copy(args)
+    auto.asynchzp_cluster = "h100"
     for state in STATES:
         setattr(auto, f"asynchzp_{state}_shard_size", AUTO)
     own = planned.plan_of(args, planned.setting_of(args))
