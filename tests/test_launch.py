@@ -94,8 +94,8 @@ def _python_m(*words: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "words, status, output",
     [
-        ([], 2, "usage: torchrun"),
-        (["--use-asynchzp"], 2, "usage: torchrun"),
+        ([], 2, "megatron_asynchzp: no training script is given; name one that ends in .py"),
+        (["--use-asynchzp"], 2, "megatron_asynchzp: no training script is given"),
         (["--help"], 0, "usage: torchrun"),
         (["nowhere/train.py"], 2, "megatron_asynchzp: nowhere/train.py: no such script\n"),
     ],
@@ -104,6 +104,7 @@ def test_without_a_script_the_usage_or_what_is_missing_is_printed(words, status,
     ended = _python_m(*words)
     assert ended.returncode == status
     assert (ended.stderr if status else ended.stdout).startswith(output)
+    assert not status or ended.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
