@@ -184,10 +184,8 @@ def shardings(
     costing = replace(costing, cluster=cluster or costing.cluster)
     plain = copy(args)
     vars(plain).update({f"asynchzp_{state}_shard_size": None for state in STATES})
-    default, becomes = (
-        resolve_shard_sizes(plain, group, on_node),
-        RunSettings.of_arguments(args).sizes,
-    )
+    default = resolve_shard_sizes(plain, group, on_node)
+    becomes = RunSettings.of_arguments(args).sizes
     rows = [("yours", held_sizes(given, group)), (OURS, becomes)]
     if replace(default, cuts=()) != replace(becomes, cuts=()):
         rows.append((f"{OURS}, default sizes", default))

@@ -30,7 +30,7 @@ BUDGETS = {
     "attention": 2255,
     "checkpoint_files": 1581,
     "comm": 2400,
-    "commands": 3050,
+    "commands": 3060,
     "cpu_platform": 998,
     "failure": 900,
     "hf": 2823,
