@@ -240,10 +240,11 @@ def train(
     # fmt: on
     tail: deque[str] = deque(maxlen=25)
     with log.open("w", buffering=1) as file, training_process(command, platform.env) as process:
-        assert process.stdout is not None
+        printed = process.stdout
+        assert printed is not None
 
         def lines() -> Iterator[str]:
-            for line in process.stdout:
+            for line in printed:
                 file.write(line)
                 tail.append(line)
                 yield line
@@ -259,8 +260,8 @@ def train(
 
 
 def result_table(stock: Result, asynchzp: Result) -> Table:
-    def row(label: str, cells: Iterable[str], **style: bool) -> None:
-        table.add_row(label, *cells, **style)
+    def row(label: str, cells: Iterable[str], end_section: bool = False) -> None:
+        table.add_row(label, *cells, end_section=end_section)
 
     def mib(nbytes: int) -> str:
         return f"{nbytes / 2**20:.2f} MiB"

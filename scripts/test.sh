@@ -6,6 +6,7 @@
 # checker, a fast set beside the newest torch that is supported, and the tests of local checkpoints.
 # With arguments only the tests that they name run. Ends with pytest's status, so a failed test fails
 # the script; so does what the linter, the formatter or the type checker finds.
+# --local-checkpoints runs the tests of local checkpoints alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,6 +27,10 @@ test_local_checkpoints() {
         "$PYTHON" -m pytest -m slow tests/mcore/checkpoint/test_local.py
 }
 
+if [[ "${1:-}" == --local-checkpoints ]]; then
+    test_local_checkpoints
+    exit
+fi
 if (($# > 0)); then # only the tests that the arguments name
     exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
 fi

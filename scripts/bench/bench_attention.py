@@ -78,7 +78,7 @@ def draw_call(options, length: int, bias: float, heads: int, groups: int) -> Att
     q, k, v = (torch.randn(s, generator=generator, device=options.device) for s in shapes)
     leaves = [x.to(DTYPES[options.dtype]).requires_grad_() for x in (q, k + bias, v)]
     mask = AttentionMask(length, length, is_causal=options.causal)
-    return AttentionCall(*leaves, mask, options.head_dim**-0.5)
+    return AttentionCall(*leaves, mask, options.head_dim**-0.5)  # pyright: ignore[reportCallIssue]
 
 
 def accuracy(way: Way, options) -> dict[str, float]:
@@ -190,7 +190,7 @@ def _device_name(options) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=16)

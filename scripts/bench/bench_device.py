@@ -46,7 +46,7 @@ class Cluster:
 
     def sizes_of(self, contender: str) -> tuple[int, int, int]:
         """Beside tensor parallelism in a node all are sharded over the nodes."""
-        return 3 * (self.nodes,) if contender == BESIDE_TP else self.sizes
+        return (self.nodes, self.nodes, self.nodes) if contender == BESIDE_TP else self.sizes
 
     def network(self, size: ModelSize, comm: float) -> NetworkProfile:
         """On which gathering a block over the ranks of a node, or what a rank has of it over the

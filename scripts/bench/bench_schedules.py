@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_asynchzp.comm.timeline import captured_trace
 from scripts.report.records import append
@@ -100,7 +101,7 @@ def main() -> None:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2], help="sizes to measure")
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
     parser.add_argument("--profile", default="ethernet-1g", help=", ".join(PROFILES))
@@ -146,7 +147,7 @@ def measure(network: Network, settings: Settings) -> tuple[dict[str, Result], fl
     """Results by contender, complete on rank 0, and the share of the machine others used."""
     install_streams()
     shape = (settings.nodes, settings.profile.ranks_per_node)
-    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
     is_silent = dist.get_rank() > 0
     with Progress(console=Console(stderr=True), disable=is_silent) as progress:
         num_rounds = settings.repetitions + 1
@@ -246,7 +247,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
 def _record(settings: Settings, name: str, result: Result) -> dict:
     size, profile = settings.size, settings.profile
     params_nbytes = size.blocks * size.block_nbytes
-    ideal = SYSTEMS[name].volume(settings.nodes, profile.ranks_per_node, size.blocks)
+    ideal = SYSTEMS[name].volume(settings.nodes, profile.ranks_per_node, size.blocks)  # pyright: ignore[reportAttributeAccessIssue]
     # fmt: off
     return {
         "bench": "schedules", "contender": name, "nodes": settings.nodes,

@@ -20,10 +20,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.report import compare_front
-from scripts.report.compare_table import calibration_lines, markdown
+from scripts.report.compare_table import markdown
 from scripts.report.records import append
 from scripts.testbed.contenders.side_by_side import MICRO_BATCHES, Contender, contenders, pipelines
 from scripts.testbed.contenders.torch_run import missing
@@ -42,7 +41,7 @@ class Study:
     turns: list[list[Contender]]
 
     def run(self, file: Path, deadline_s: float) -> list[dict]:
-        """Calibrate, then all contenders in turns, appending a record of each run to `file`."""
+        """Run all contenders in turns, appending a record of each run to `file`."""
         log = file.with_suffix(".log")
         records: list[dict] = []
 
@@ -52,11 +51,7 @@ class Study:
 
         console = Console(stderr=True)
         with Progress(console=console) as progress:
-            task = progress.add_task("calibrating", total=1 + sum(map(len, self.turns)))
-            calibration = calibrate(self.cluster, self.workload, RUN_LIMIT_S)
-            keep({"kind": "calibration"} | asdict(calibration))
-            progress.console.print(*calibration_lines(records[-1]), sep="\n", highlight=False)
-            progress.advance(task)
+            task = progress.add_task("", total=sum(map(len, self.turns)))
             broken: dict[str, str] = {}
             for repetition, chosen in enumerate(self.turns):
                 for one in chosen:
@@ -122,7 +117,7 @@ def _study(args: argparse.Namespace, nodes: int, profile: NetworkProfile) -> Stu
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one network, one repetition")
     parser.add_argument(
         "--pipelines",

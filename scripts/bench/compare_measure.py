@@ -5,11 +5,11 @@
 import os
 from pathlib import Path
 
-from scripts.bench.compare_calibration import busy_of, foreign_of
 from scripts.testbed.contenders.megatron_run import train_megatron
 from scripts.testbed.contenders.side_by_side import Contender
 from scripts.testbed.contenders.torch_run import missing, train_torch
 from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.cpu_usage import foreign_share
 from scripts.testbed.ranks import Cluster, RankFailure, preload
 
 RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
@@ -29,7 +29,7 @@ def measure(
 ) -> dict:
     """The record of one run, or {"reason": why there is none}. log: gets what the ranks print."""
     if one.torch_system:
-        call = train_torch, workload, one.torch_system
+        call: tuple = train_torch, workload, one.torch_system
     else:
         call = train_megatron, workload, one.micro_batch, one.flags
     try:
@@ -47,17 +47,23 @@ def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
         sum(report.node_nbytes for report in reports[first : first + ranks])
         for first in range(0, len(reports), ranks)
     ]
-    counted = [r for r in reports if r.state_nbytes is not None]
+    held = [r.state_nbytes for r in reports if r.state_nbytes is not None]
+    peaks = [r.peak_nbytes for r in reports if r.peak_nbytes is not None]
     exposed = [r.exposed_s for r in reports if r.exposed_s is not None]
     return {
         "step_ms": [1e3 * value for value in reports[0].step_s],
         "losses": next(r.losses for r in reports if None not in r.losses),
         "node_nbytes": max(by_node) / steps,
-        "state_nbytes": max((r.state_nbytes for r in counted), default=None),
-        "peak_nbytes": max((r.peak_nbytes for r in counted), default=None),
+        "state_nbytes": max(held, default=None),
+        "peak_nbytes": max(peaks, default=None),
         "exposed_ms": 1e3 * max(exposed) if exposed else None,
         "optimizer_ms": 1e3 * max(r.optimizer_s for r in reports),
         "host_waits": max(r.host_waits for r in reports) / steps,
-        "foreign": foreign_of(reports),
-        "busy": busy_of(reports),
+        "foreign": _share_of_others(reports, sum(report.own_cpu_s for report in reports)),
+        "busy": _share_of_others(reports, 0.0),
     }
+
+
+def _share_of_others(reports: list[RankReport], own_s: float) -> float:
+    """Return the share of the machine that was used in the timed steps beyond `own_s`."""
+    return foreign_share(reports[0].machine_cpu_s, own_s, reports[0].wall_s)

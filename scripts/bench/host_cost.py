@@ -178,7 +178,9 @@ def _of_engine(kind: str, num_params: int) -> tuple[Added, Counter[str]]:
     plain, model, module = _Model(num_params), _Model(num_params), _Module()
     device = StreamDevice(cast("ModuleType", module), torch.device("cuda"))
     groups = ShardGroups.of_topology(
-        ShardTopology(_WORLD, _RANK, _SIZES), range(_WORLD), lambda _, ranks: dist.new_group(ranks)
+        ShardTopology(_WORLD, _RANK, _SIZES),
+        range(_WORLD),
+        lambda _, ranks: dist.new_group(ranks),  # pyright: ignore[reportArgumentType]
     )
     config = ScheduleConfig(kind, checks_order=False)
     driver = start_driver(config, device)
@@ -235,7 +237,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--beside", type=Path, help="another checkout of this project")
     parser.add_argument("--schedule", default="main-thread")
     parser.add_argument("--params", nargs="+", type=int, default=[12, 256], help="of a unit")

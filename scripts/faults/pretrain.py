@@ -71,7 +71,8 @@ def note_steps() -> None:
     def noted_train(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        note("began", get_args().iteration)
+        args_of_run: Any = get_args()
+        note("began", args_of_run.iteration)
         return train(*args, **kwargs)
 
     training.training_log, training.train = noted_log, noted_train

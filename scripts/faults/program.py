@@ -113,7 +113,7 @@ def _train(task: Task) -> None:
     for step in range(first, LAST_STEP + 1):
         note("step", step, _one_step(sharded, step).hex())
         if step % SAVE_EVERY == 0:
-            dcp.save(sharded.state_dict(), checkpoint_id=task.checkpoints / str(step))
+            dcp.save(sharded.state_dict(), checkpoint_id=task.checkpoints / str(step))  # pyright: ignore[reportPrivateImportUsage]
             moment.is_armed = True
     dist.barrier()
     communication.close()
@@ -155,7 +155,7 @@ def _prepare(moment: Moment, sharded: ShardedModel) -> None:
 
 def _load(sharded: ShardedModel, folder: Path) -> None:
     state = sharded.state_dict()
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)  # pyright: ignore[reportPrivateImportUsage]
     sharded.load_state_dict(state)
 
 

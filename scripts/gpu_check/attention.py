@@ -47,7 +47,7 @@ def errors(
     inputs = drawn._replace(k=drawn.k + _K_BIAS).to(dtype)
     leaves = [x.to(device).requires_grad_() for x in inputs[:3]]
     is_fused = device.type == "cuda"
-    call = AttentionCall(*leaves, mask, dim**-0.5)
+    call = AttentionCall(*leaves, mask, dim**-0.5)  # pyright: ignore[reportCallIssue]
     result = block_attention(call, is_fused=is_fused)
     gradients = torch.autograd.grad(result.output_BHSE, leaves, inputs.d_output.to(device))
     found = (result.output_BHSE.detach(), result.lse_BHS, *gradients)

@@ -93,8 +93,8 @@ def traced(step: Callable[[], Any], path: Path, is_cuda: bool) -> dict[str, floa
         return {}
     spans = [
         Span("", "", event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        for event in profiler.events()  # pyright: ignore[reportOptionalIterable]
+        if event.device_type == torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
     ]
     if not spans:
         return {}

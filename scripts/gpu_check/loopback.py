@@ -80,14 +80,14 @@ def train_both(case: Case, shape: ToyShape, device: torch.device, rank: int) -> 
             losses = trainer.compute(batches)
             grads = trainer.own_grads(plain.grads)
             trainer.apply(plain.main)
-            pairs += [("loss", *pair) for pair in zip(losses, true_losses, strict=True)]
-            pairs += [(f"gradients of {name}", *pair) for name, *pair in grads]
+            pairs += [("loss", a, b) for a, b in zip(losses, true_losses, strict=True)]
+            pairs += [(f"gradients of {name}", a, b) for name, a, b in grads]
             if step == 1:
                 evaluated = trainer.evaluate(batches[0]), plain.evaluate(batches[0])
                 pairs.append(("loss of the evaluation", *evaluated))
         trainer.runtime.settle()
         params = trainer.own_params(plain.main)
-        pairs += [(f"parameters of {name}", *pair) for name, *pair in params]
+        pairs += [(f"parameters of {name}", a, b) for name, a, b in params]
         trainer.close()
     return pairs
 

@@ -52,7 +52,7 @@ class LoopbackWorld:
         self._outdated: list[dict[str, torch.Tensor]] = []
         self._lanes: dict[tuple, _Lane] = {}
 
-    def groups(self, sizes: Sequence[int]) -> ShardGroups:
+    def groups(self, sizes: tuple[int, int, int]) -> ShardGroups:
         """The communicators of this rank."""
         topology = ShardTopology(self.size, self.rank, ShardSizes(*sizes))
         axes = {tuple(axis.members): axis for axis in topology.axes}
@@ -78,7 +78,7 @@ class LoopbackWorld:
         submit = driver.submit
 
         def attended_submit(task: Task) -> Task:
-            task.start = partial(self._note_issuer, task.lane, task.unit, task.start)
+            task.start = partial(self._note_issuer, task.lane, task.unit, task.start)  # pyright: ignore[reportAttributeAccessIssue]
             return submit(task)
 
         driver.submit = attended_submit
@@ -93,7 +93,7 @@ class LoopbackWorld:
 
     def _note_issuer(self, lane: str, name: str, start: Callable[[], Iterator]) -> Iterator:
         """The collectives of a task, which can ask whose they are."""
-        steps = completed(start())
+        steps = completed(start())  # pyright: ignore[reportArgumentType]
         while True:
             self._issued_by.task = (lane, name)
             work = next(steps, None)
@@ -146,7 +146,7 @@ class LoopbackGroup(dist.ProcessGroup):
     """The communicator along one axis."""
 
     def __init__(self, world: LoopbackWorld, axis: MeshAxis, lane: "_Lane"):
-        super().__init__(axis.coordinate, axis.size)
+        super().__init__(axis.coordinate, axis.size)  # pyright: ignore[reportCallIssue]
         self._world, self._axis, self._lane = world, axis, lane
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None):
@@ -171,7 +171,7 @@ class LoopbackGroup(dist.ProcessGroup):
 
     # torch before 2.13
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
 
 
 # ---- what runs beside the computation

@@ -24,7 +24,7 @@ def describe_machine() -> dict[str, Any]:
         names = [module.get_device_name(index) for index in range(module.device_count())]
         record["gpus"] = names
         if module is torch.cuda:
-            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
             record |= {"cuda": torch.version.cuda, "nccl": nccl}
     return record
 

@@ -65,7 +65,7 @@ class LoopbackTrainer:
         self,
         shape: ToyShape,
         world: LoopbackWorld,
-        sizes: Sequence[int],
+        sizes: tuple[int, int, int],
         schedule: ScheduleConfig,
         driver: Driver | None = None,
     ):
@@ -75,7 +75,9 @@ class LoopbackTrainer:
         tied = {self.model.embedding.weight: (self.model.output,)} if shape.is_tied else {}
         units = [*self.model.blocks, self.model.embedding]
         plans = plan_units(
-            self.model, units if shape.is_tied else [*units, self.model.output], also_used_by=tied
+            self.model,
+            units if shape.is_tied else [*units, self.model.output],
+            also_used_by=tied,  # pyright: ignore[reportArgumentType]
         )
         groups = {"dense": world.groups(sizes)}
         self.runtime = HZPRuntime(self.model, plans, groups, schedule, driver, 1.0 / world.size)

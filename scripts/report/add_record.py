@@ -30,7 +30,7 @@ def added(file: Path) -> Record:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("name", choices=sorted(EXPECTED - {"compare unlimited"}))
     parser.add_argument("files", nargs="+", type=existing_file)
     args = parser.parse_args(argv)

@@ -35,7 +35,6 @@ class Row:
     state_mb: float | None = None
     peak_mb: float | None = None
     loss: float | None = None
-    host_waits: float = 0.0
     foreign: float = 0.0
 
     @property
@@ -143,7 +142,6 @@ def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
         state_mb=middle("state_nbytes", 1e-6),
         peak_mb=middle("peak_nbytes", 1e-6),
         loss=done[0]["losses"][-1],
-        host_waits=middle("host_waits") or 0.0,
         foreign=max(run["foreign"] for run in quiet),
     )
 

@@ -23,8 +23,6 @@ def markdown(records: Iterable[dict]) -> str:
 def _section(comparison: Comparison) -> str:
     name = f"{comparison.nodes} nodes x {comparison.ranks_per_node} ranks, "
     lines = [f"### {name}{comparison.profile['name']}", "", setting(comparison), ""]
-    if comparison.calibration is not None:
-        lines += [*calibration_lines(comparison.calibration), ""]
     without = [
         f"- {row.name}: {row.reason or f'RED: wrong losses, the last {row.loss:.6f}'}"
         for row in comparison.rows
@@ -46,19 +44,6 @@ def setting(comparison: Comparison) -> str:
         f"{work['samples']} samples of {work['seq_length']} tokens a step, "
         f"{work['layer_ms']:g} ms forward for a sample and layer."
     )
-
-
-def calibration_lines(it: dict) -> list[str]:
-    """The calibration, as a list."""
-    return [
-        f"- Compute only {it['compute_ms']:.0f} ms a step, of which {it['emulated_ms']:.0f} ms "
-        f"are emulated. Communication only {it['flat_ms']:.0f} ms with everything sharded over "
-        f"all ranks, {it['hierarchical_ms']:.0f} ms with parameters and gradients in a node "
-        "(real arithmetic included).",
-        f"- An all-gather of 1 MB per rank takes {it['probe_ms']:.1f} ms; the model of the "
-        f"network gives {it['probe_model_ms']:.1f} ms. Others used {it['idle_foreign']:.0%} of "
-        f"the machine before, {it['foreign']:.0%} at most while calibrating.",
-    ]
 
 
 def networks_table(bare: Comparison, found: Sequence[Comparison]) -> str:

@@ -194,7 +194,7 @@ def _draw_quickstart(record: Record, file: Path) -> None:
     runs = [
         loss_picture.Run(*(run[key] for key in loss_picture.Run._fields)) for run in record.lines
     ]
-    loss_picture.draw(*runs, record.lines[0]["title"], file)
+    loss_picture.draw(*runs, record.lines[0]["title"], file)  # pyright: ignore[reportCallIssue]
 
 
 def _draw_timeline(record: Record, file: Path) -> None:

@@ -60,7 +60,7 @@ def rebuilt(text: str) -> tuple[str, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; pictures are not made")
     parser.add_argument("--no-pictures", action="store_true", help="write tables and figures only")
     args = parser.parse_args(argv)

@@ -62,7 +62,7 @@ def grids(lines: Sequence[dict]) -> list[Grid]:
         model = line["model"]
         key = line["nodes"], line["ranks_per_node"], line["profile"]["name"], model["block_ms"]
         clusters[key][line["contender"]].append(line)
-    return [_grid(*key, by_contender) for key, by_contender in clusters.items()]
+    return [_grid(*key, by_contender) for key, by_contender in clusters.items()]  # pyright: ignore[reportCallIssue]
 
 
 def _grid(

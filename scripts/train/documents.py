@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from megatron_asynchzp.errors import ConfigurationError, require
 
@@ -81,7 +81,8 @@ def _read_file(path: Path, column: str, limit: int | None) -> Iterator[tuple[str
         raise ConfigurationError(
             f"{path} is {'' if kind else 'not '}compressed with gzip, which its name denies"
         )
-    with gzip.open(path) if kind else path.open("rb") as file:
+    with gzip.open(path) if kind else path.open("rb") as opened:
+        file = cast("BinaryIO", opened)
         inside = _kind_of(file)
         if inside is not None:
             raise ConfigurationError(f"{path} holds {inside}, not text; unpack or convert it")

@@ -76,7 +76,7 @@ def provide_gpt(
         more_tokens = get_gpt_mtp_block_spec(config, layers, use_te, vp_stage=vp_stage)
     model = GPTModel(
         config,
-        layers,
+        layers,  # pyright: ignore[reportArgumentType]
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -88,7 +88,7 @@ def provide_gpt(
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=more_tokens,
+        mtp_block_spec=more_tokens,  # pyright: ignore[reportArgumentType]
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )

@@ -45,7 +45,7 @@ def install() -> None:
     os.environ.setdefault(*CAPABILITY)  # before torch, which loads torch_npu
     import torch
     import torch.distributed as dist
-    import torch_npu.contrib.transfer_to_npu  # noqa: F401
+    import torch_npu.contrib.transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     torch.Tensor.type = type_as_on_cuda(torch.Tensor.type)
     dist.all_reduce = exact_doubles(dist.all_reduce, "npu")

@@ -42,7 +42,7 @@ def read_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch
     if mpu.get_context_parallel_world_size() == 1:
         return batch
     batch["cu_seqlens"] = None  # whole sequences are split, not documents
-    group = mpu.get_context_parallel_group()
+    group: Any = mpu.get_context_parallel_group()
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
@@ -67,9 +67,9 @@ def forward_step(
     return_schedule_plan: in place of the output, by what --overlap-moe-expert-parallel-comm makes
     it in parts.
     """
-    timers = get_timers()
+    timers: Any = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch: Any = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))  # pyright: ignore[reportArgumentType]
     timers("batch-generator").stop()
     call: Any = model.build_schedule_plan if return_schedule_plan else model
     output = call(
@@ -83,7 +83,7 @@ def forward_step(
 
 
 def _dataset_config() -> GPTDatasetConfig:
-    args = get_args()
+    args: Any = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,
@@ -112,9 +112,11 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     Every tensor-parallel rank reads its own copy of a batch: the files are shared by the page
     cache, and no broadcast is needed.
     """
-    kind = MockGPTDataset if get_args().mock_data else GPTDataset
+    args: Any = get_args()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
     is_needed = partial(is_first_or_last_pipeline_stage, vp_stage)
-    return BlendedMegatronDatasetBuilder(kind, num_samples, is_needed, _dataset_config()).build()
+    builder = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed, _dataset_config())
+    return tuple(builder.build())
 
 
 build_datasets.is_distributed = True  # Megatron: call it on every rank

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkout", type=Path, help="a Megatron-LM checkout of core_v0.19.0")
     parser.add_argument("recipe", nargs="+")
     parser.add_argument("--ranks", type=int, default=4)

@@ -40,7 +40,7 @@ def _storages_nbytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def state_bytes(
-    chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    chunks: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, int]:
     """Bytes this rank holds between steps, by state, counted from live tensors; "rings" is the
     memory that AsyncHZP keeps for parameters and gradients in flight.
@@ -50,7 +50,8 @@ def state_bytes(
     included, and in fp32 stock's main parameters are the model's own.
     """
     seen: set[int] = set()
-    held = dict.fromkeys(("model_param", "main_grad", "main_param", "optimizer_state", "rings"), 0)
+    states = "model_param", "main_grad", "main_param", "optimizer_state", "rings"
+    held: dict[str, int] = dict.fromkeys(states, 0)
     for chunk in chunks:
         if isinstance(chunk, AsyncHZPDataParallel):
             for state, nbytes in chunk.runtime.state_nbytes().items():
@@ -65,8 +66,8 @@ def state_bytes(
         if not is_sharded:  # the wrapper has counted them: they are views of its buffer
             main = [p for group in optimizer.param_groups for p in group["params"]]
             held["main_param"] += _storages_nbytes(main, seen)
-        states = [v for state in optimizer.state.values() for v in state.values()]
-        held["optimizer_state"] += _storages_nbytes(filter(torch.is_tensor, states), seen)
+        values = [v for state in optimizer.state.values() for v in state.values()]
+        held["optimizer_state"] += _storages_nbytes(filter(torch.is_tensor, values), seen)
     return held
 
 

@@ -359,7 +359,10 @@ def _variants(name: str, system: type[System], **attributes: Any) -> dict[str, t
 
 def _all_systems() -> dict[str, type[System]]:
     """By name, in the order of their turns."""
-    systems = {"compute only": ComputeOnly, "communication only": CommunicationOnly}
+    systems: dict[str, type[System]] = {
+        "compute only": ComputeOnly,
+        "communication only": CommunicationOnly,
+    }
     for kind in ("threaded", "main-thread", "inline"):
         systems |= _variants(kind, Engine, kind=kind)
     # A step whose early units are sent again, to be looked at.

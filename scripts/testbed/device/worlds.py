@@ -68,7 +68,7 @@ class DeviceWorlds:
         except EOFError:
             has_returned, value = False, "the server of the ranks has ended"
         if has_returned:
-            return value
+            return value  # pyright: ignore[reportReturnType]
         self._log.seek(start)
         lines = self._log.read().decode(errors="replace").splitlines()
         own = [line for line in lines if line.startswith(_OWN_LINES)]

@@ -284,7 +284,7 @@ def _values(tensor: Any, is_rowwise: bool) -> Tensor:
         return _halved_values(tensor, is_rowwise)
     if isinstance(tensor, Tensor) and not hasattr(tensor, "_fp8_dtype"):
         return _flat(tensor).float()
-    dtype = _torch_dtype(tensor._fp8_dtype)
+    dtype = _torch_dtype(tensor._fp8_dtype)  # pyright: ignore[reportAttributeAccessIssue]
     if hasattr(tensor, "_transpose"):
         return _per_tensor_values(tensor, dtype)
     name = "rowwise" if is_rowwise else "columnwise"
@@ -294,7 +294,7 @@ def _values(tensor: Any, is_rowwise: bool) -> Tensor:
     if hasattr(tensor, "_is_2D_scaled"):
         codes = codes.reshape(-1, codes.shape[-1]) if is_rowwise else codes.flatten(1)
         grid = _block_grid(tensor)
-        inverse = scales if tensor._is_2D_scaled else scales.t()
+        inverse = scales if tensor._is_2D_scaled else scales.t()  # pyright: ignore[reportAttributeAccessIssue]
         found = _decoded(codes, inverse, grid, dtype)
         return found if is_rowwise else found.t()
     grid = Grid(1, _MX, "e8m0") if is_rowwise else Grid(_MX, 1, "e8m0")
@@ -320,7 +320,7 @@ def _per_tensor_values(tensor: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _decoded(codes: Tensor, padded: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    rows, columns = (-(-size // of) for size, of in zip(codes.shape, (grid.rows, grid.columns)))
+    rows, columns = (-(-size // of) for size, of in zip(codes.shape, (grid.rows, grid.columns)))  # pyright: ignore[reportOperatorIssue]
     return formats.decode(Coded(codes, padded[:rows, :columns]), grid, dtype)
 
 
@@ -432,8 +432,8 @@ def te_general_grouped_gemm(
         if not other.size()[0] and not accumulate:
             part.zero_()
         # fmt: off
-        _, bias_grad, _, _ = generic_gemm(one, transa, other, transb, part, None, out_dtype,
-            part_bias, bias_type, False, None, grad, None, 0, accumulate, False)
+        _, bias_grad, _, _ = generic_gemm(one, transa, other, transb, part, None, out_dtype,  # pyright: ignore[reportAssignmentType]
+            part_bias, bias_type, False, None, grad, None, 0, accumulate, False)  # pyright: ignore[reportArgumentType]
         # fmt: on
         if grad and bias_grad is not None:
             part_bias.copy_(bias_grad)
@@ -649,7 +649,7 @@ for _made in (
     scaled_upper_triang_masked_softmax_forward, multi_tensor_adam,
     multi_tensor_adam_param_remainder, multi_tensor_scale, multi_tensor_l2norm,
 ):
-    setattr(extension, _made.__name__, _made if isinstance(_made, type) else as_a_kernel(_made))
+    setattr(extension, _made.__name__, _made if isinstance(_made, type) else as_a_kernel(_made))  # pyright: ignore[reportArgumentType]
 # fmt: on
 for _name, _of in _ACTIVATIONS.items():
     setattr(extension, _name, as_a_kernel(partial(_activated, _of)))
