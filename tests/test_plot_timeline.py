@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
 from scripts.report import plot_timeline
-from scripts.report.plot_timeline import COLOURS, make_figure
 from scripts.report.step_trace import number_batches, read_trace
 
 LAYERS = [f"decoder.layers.{i}" for i in range(3)]
@@ -68,53 +66,6 @@ def test_in_a_pipeline_forwards_that_run_ahead_keep_their_micro_batch():
     names = ["forward u", "forward u", "backward u", "forward u", "backward u", "backward u"]
     spans = [Span(COMPUTE, name, i, i + 1) for i, name in enumerate(names)]
     assert [each.batch for each in number_batches(spans)] == [0, 1, 0, 2, 1, 2]
-
-
-def texts(axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
-def bars(axes, colour: str) -> list[tuple[float, float]]:
-    """Start and length in ms of the bars of this colour."""
-    from matplotlib.colors import to_hex
-    from matplotlib.patches import Rectangle
-
-    return [
-        (round(bar.get_x(), 3), round(bar.get_width(), 3))
-        for bar in axes.patches
-        if isinstance(bar, Rectangle)
-        and bar.get_zorder() == 2
-        and bar.get_fill()
-        and to_hex(bar.get_facecolor()).upper() == colour
-    ]
-
-
-def test_a_panel_shows_rows_units_micro_batches_and_what_was_exposed(tmp_path):
-    trace = read_trace(write(tmp_path / "threaded.json", step_spans()))
-    (axes,) = make_figure([trace]).axes
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["main thread", "wait", "gather", "reduce"]
-    assert {"0", "1", "2", "backward 1", "backward 2"} <= set(texts(axes))
-    assert {"forward 1", "F1"} & set(texts(axes))
-    assert axes.get_title(loc="left") == (
-        "threaded: step 290.0 ms, exposed communication 10.0 ms, overlap 94 %"
-    )
-    assert bars(axes, COLOURS["forward"]) == [(100, 10), (110, 10), (120, 10)]
-    assert len(bars(axes, COLOURS["gather"])) == len(bars(axes, COLOURS["reduce"])) == 6
-    assert bars(axes, COLOURS[WAIT]) == [(280, 10)]
-
-
-def test_every_lane_that_moves_bytes_has_a_row_a_colour_and_a_meaning(tmp_path):
-    moving = [lane for lane in timeline.LANES if lane != "order"]
-    spans = [*step_spans(), *(Span(lane, "u", 0.0, 0.1) for lane in moving)]
-    figure = make_figure([read_trace(write(tmp_path / "t.json", spans))])
-    (axes,) = figure.axes
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert set(moving) <= set(rows)
-    for lane in moving:
-        assert (0, 100) in bars(axes, COLOURS[lane])
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == len(moving) + 3  # forward, backward, waits
 
 
 NO_STEP = json.dumps(chrome_trace([Span("gather", "u", 0.0, 1.0)], 0))

@@ -46,12 +46,6 @@ def test_a_recipe_keeps_its_flags_but_for_places_services_and_its_length():
     assert _value(flags, "--train-iters") == "2" and _value(flags, "--global-batch-size") == "4"
 
 
-def test_a_recipe_that_counts_samples_is_cut_short_in_samples():
-    case = Case(Path("recipe"), ["--train-samples", "1000000"])
-    flags = command_line(case, "here", 4, [])
-    assert _value(flags, "--train-samples") == "8" and "--train-iters" not in flags
-
-
 def test_a_folder_without_megatron_or_recipe_is_one_line(tmp_path, capsys):
     for arguments, message in (
         ([str(tmp_path), "gpt/a"], "no Megatron-LM checkout"),

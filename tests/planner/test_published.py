@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from scripts.bench.published_errors import ROWS, errors_of, pairs_of, points, summary
+from scripts.bench.published_errors import ROWS, errors_of, points, summary
 from scripts.report import planner_table
 from scripts.report.records import read_record
 
@@ -40,17 +40,6 @@ def test_the_record_is_what_the_planner_predicts_now():
         now = errors_of(ROWS / f"{name}.toml")
         was = [one for one in record if one["file"] == name]
         assert [one["predicted"] for one in now] == pytest.approx([one["predicted"] for one in was])
-
-
-def test_a_pair_counts_where_one_model_on_as_many_ranks_was_measured_to_be_faster():
-    same = {"file": "f", "model": 1, "ranks": 8, "seq_length": 1, "series": "s", "fitted": False}
-    fast = same | {"name": "fast", "measured": 104.0, "predicted": 2.0, "fitted": True}
-    slow = same | {"name": "slow", "measured": 100.0, "predicted": 1.0}
-    assert pairs_of([fast, slow]) == pairs_of([slow, fast]) == [("s, fast", "s, slow", True)]
-    assert [right for *_, right in pairs_of([fast, slow | {"predicted": 3.0}])] == [False]
-    for other in ({"ranks": 16}, {"model": 2}, {"seq_length": 2}, {"measured": 102.0}):
-        assert pairs_of([fast, slow | other]) == []
-    assert pairs_of([fast, slow | {"fitted": True}]) == []
 
 
 def test_every_file_of_published_rows_says_where_it_is_from_and_what_it_assumes():

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import bench_schedules, compare
-from scripts.testbed import __main__ as testbed
 from scripts.testbed.command import RankCommand, run_as_ranks
 
 SCRIPT = """
@@ -109,26 +107,3 @@ def test_the_status_is_that_of_the_first_rank_that_fails_or_does_not_end(
     commands = [RankCommand([sys.executable, "-c", code], {}) for code in codes]
     assert run_as_ranks("name", commands, timeout_s=5) == status
     assert output in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "command, options, output",
-    [
-        (testbed, [], "no command: put it after --"),
-        (testbed, ["--", "nowhere.py"], "nowhere.py: no such Python script (or give -m MODULE)"),
-        (testbed, ["--profile", "pigeons", "--", "-m", "site"], "'pigeons' is not one of unlim"),
-        (bench_schedules, ["--contenders", "zero-9"], "zero-9: not one of compute only"),
-        (bench_schedules, ["--inter-gbit", "0"], "--inter-gbit must be above 0"),
-        (compare, ["--nodes", "3", "--ranks", "1"], "must be a multiple of 4"),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(command, options, output, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.parse_args(options)
-    assert ended.value.code == 2
-    assert output in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_what_follows_the_dashes_belongs_to_the_script():
-    args = testbed.parse_args(["--ranks", "4", "--", "-m", "site", "--ranks", "7", "--", "x"])
-    assert (args.ranks, args.command) == (4, ["-m", "site", "--ranks", "7", "--", "x"])

@@ -46,47 +46,6 @@ def blocks(call, task: Task) -> bool:
     return not early
 
 
-def test_a_default_stream_blocks_and_a_side_stream_notes():
-    task = Task()
-    assert blocks(lambda: streams.current_stream().wait_for([task]), task)
-    task, side = Task(), torch.cpu.Stream()
-    side.wait_for([task])
-    assert side.pending() == [task] and not side.query()
-    task.finished.set()
-    assert side.query()
-
-
-def test_what_a_side_stream_waits_for_travels_through_events_and_streams():
-    task, first, second, third = Task(), torch.cpu.Stream(), torch.cpu.Stream(), torch.cpu.Stream()
-    first.wait_for([task])
-    second.wait_stream(first)
-    event = second.record_event()
-    third.wait_event(event)
-    assert third.pending() == [task]
-    second.wait_for([later := Task()])  # after the event: no part of it
-    assert later not in event.pending() and not event.query()
-    assert blocks(event.synchronize, task)
-    assert event.query()
-
-
-def test_a_tensor_operation_on_a_side_stream_waits_for_what_it_may_read():
-    data, side = torch.zeros(4), torch.cpu.Stream()
-
-    class Arrival(Task):
-        def block(self):
-            data.fill_(1.0)
-            self.finished.set()
-
-    before = streams.host_waits()
-    with torch.cpu.stream(side):
-        side.wait_for([Arrival()])
-        view = data.view(2, 2)  # reads nothing
-        torch.empty(3)
-        assert streams.host_waits() == before
-        total = view.sum()
-    assert total == 4.0 and streams.host_waits() == before + 1
-
-
 def test_an_operation_in_place_comes_after_what_its_stream_waits_for_and_holds_nobody_up():
     task, side, total = Task(), torch.cpu.Stream(), torch.zeros(2)
     brought = torch.zeros(2)
