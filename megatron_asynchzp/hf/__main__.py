@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.hf export | import`. Owns the command line, in one process without
-torchrun; knows nothing of what is converted.
+"""Owns the command line `python -m megatron_asynchzp.hf export | import`.
+
+It runs in one process without torchrun.
 """
 
 import argparse
@@ -21,9 +22,9 @@ _EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: list[str]) -> None:
-    """Run one command; ends with one line and a status for what cannot be converted."""
+    """Run one command, and exit with one line and a status if it cannot convert."""
     args = _parser().parse_args(argv)
-    # Megatron and torch warn of every kernel that is not installed; none of them is used here.
+    # Megatron and torch warn of kernels that are not installed; a conversion uses none.
     warnings.filterwarnings("ignore")
     for name in ("torch.utils.cpp_extension", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
         _end(str(error), _EXIT_USAGE)
     except OSError as error:
         _end(str(error), _EXIT_FAILURE)
-    except Exception as error:  # what other people's files make of us
+    except Exception as error:  # files of other programs may hold anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename}, line {place.lineno}"
         _end(f"{args.load}: {type(error).__name__}: {one_line(error)} ({where})", _EXIT_FAILURE)
@@ -61,15 +62,14 @@ def _parser() -> argparse.ArgumentParser:
         "--verify",
         choices=("full", "structure"),
         default="full",
-        help="what is read to find damage, as --asynchzp-verify (default: full)",
+        help="how much of the data is read to find damage, as --asynchzp-verify (default: full)",
     )
     out.add_argument("--output", type=Path, required=True, metavar="HFDIR", help="new directory")
     out.add_argument(
         "--vocab-size",
         type=int,
         metavar="N",
-        help="rows of the embedding that are no padding, where the tokenizer's size "
-        "is not in the checkpoint",
+        help="rows of the embedding that are not padding, if the checkpoint does not say",
     )
     out.add_argument(
         "--adapter-alpha",

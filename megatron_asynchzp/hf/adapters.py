@@ -1,14 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how low-rank adapters are merged into the weights that they stand beside, as a checkpoint is
-read.
+"""Merges low-rank adapters into their weights while a checkpoint is read.
+
+The keys are those of Megatron Bridge and NeMo; a key may also hold their wrapper's `to_wrap`.
 
     decoder.layers.self_attention.linear_qkv.weight                    [layers, out, in]
     decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight  [layers, rank, in]
     decoder.layers.self_attention.linear_qkv.adapter.linear_out.weight [layers, out, rank]
-
-So Megatron Bridge names them, and NeMo; a wrapper that leaves its `to_wrap` in the base's keys is
-read as well.
 """
 
 from argparse import Namespace
@@ -25,15 +23,16 @@ _IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
 
 class MergingReader:
-    """A checkpoint whose weights are read with their adapters merged in; as TensorReader.
+    """Reads the weights of a checkpoint with their adapters merged, as TensorReader does.
 
-    base: the checkpoint that has what this one lacks (--asynchzp-save-trained-only); None: none.
-    alpha: the adapters' scale is alpha / rank; None where that is not known.
+    Args:
+        checkpoint: The folder of one iteration.
+        base: Another one with the tensors that `checkpoint` lacks (--asynchzp-save-trained-only).
+        alpha: The scale of the adapters times their rank, if known.
 
-    tensors: every tensor's size and dtype, by key, without adapters.
-
-    Raises ConfigurationError, one line, for adapters without an alpha, without their weight or of
-    other sizes than it, and for an alpha without adapters.
+    Raises:
+        ConfigurationError: Adapters have no alpha or no weight, or do not fit their weight; or
+            there is an alpha and no adapter.
     """
 
     def __init__(self, checkpoint: Path, base: Path | None = None, alpha: float | None = None):
@@ -59,6 +58,7 @@ class MergingReader:
             raise ConfigurationError(f"--adapter-alpha {alpha:g}: {checkpoint} has no adapters")
         for linear in sorted(adapted):
             self._check(linear)
+        # Size and dtype of every tensor except adapters, by key.
         self.tensors = {
             key: self._entry(key) for key in self._places if not key.endswith((_IN, _OUT))
         }
@@ -71,8 +71,8 @@ class MergingReader:
         keys = f"{linear}.weight", f"{linear}{_OUT}", f"{linear}{_IN}"
         for key in keys:
             if key not in self._places:
-                where = "; --base DIR names the checkpoint that has it" if key == keys[0] else ""
-                raise ConfigurationError(f"the checkpoint has an adapter, but no {key}{where}")
+                remedy = "; add --base DIR with a checkpoint that has it" if key == keys[0] else ""
+                raise ConfigurationError(f"the checkpoint has an adapter, but no {key}{remedy}")
         whole, out, into = (list(self._entry(key).size) for key in keys)
         if [*out[:-1], *into[-1:]] != whole or into[:-2] != whole[:-2] or out[-1] != into[-2]:
             raise ConfigurationError(
@@ -80,7 +80,7 @@ class MergingReader:
             )
 
     def read(self, key: str, place: tuple[int, ...] = ()) -> Tensor:
-        """Read a weight as it was saved; with an adapter in fp32, for the caller to round once."""
+        """Read a weight in the dtype it was saved in, or in fp32 if it has an adapter."""
         weight = self._read(key, place)
         if key not in self._adapted or self._alpha is None:
             return weight
@@ -94,10 +94,10 @@ class MergingReader:
 
 
 def _places(reader: TensorReader) -> dict[str, tuple[TensorReader, str]]:
-    """Return by key without a wrapper who reads each tensor, and under which key."""
+    """Return the reader and the stored key of each tensor, by its key without `to_wrap`."""
     return {key.replace(".to_wrap.", "."): (reader, key) for key in reader.tensors}
 
 
 def alpha_of(args: Namespace, given: float | None) -> float | None:
-    """Return the command line's alpha, else the one that the run's own arguments keep, if any."""
+    """Return the alpha of the command line, or else that of the arguments in the checkpoint."""
     return getattr(args, "lora_alpha", None) if given is None else given

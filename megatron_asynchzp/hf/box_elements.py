@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what travels of a box of a tensor: all elements, or those that changed; and the tensor that
-boxes make up.
-"""
+"""Packs the elements of boxes to be sent, all or only changed ones, and joins boxes to a tensor."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,22 +12,18 @@ from megatron_asynchzp.hf.held_boxes import HeldBox
 
 _INDEX = torch.int32
 ALL = -1
-"""In place of a count: all elements of a box, whose indices are not sent."""
+"""Stands for a count if all elements of a box are sent, without indices."""
 
 
 class BoxElements(NamedTuple):
-    """Elements of one box.
+    """All or some elements of a box."""
 
-    values: 1-D.
-    indices: of them in the box, 1-D int32, ascending; None where `values` has all.
-    """
-
-    values: Tensor
-    indices: Tensor | None = None
+    values: Tensor  # 1-D
+    indices: Tensor | None = None  # places in the box, 1-D int32, ascending; None: all
 
     @classmethod
     def of(cls, values: Tensor, changed: Tensor | None) -> "BoxElements":
-        """Take what changed, or all where that is shorter. values: all; changed: bool; both 1-D."""
+        """Pack the changed elements (1-D bool) of `values` (1-D), or all if that takes less."""
         if changed is None or values.numel() >= torch.iinfo(_INDEX).max:
             return cls(values)
         count = int(changed.count_nonzero())
@@ -42,7 +36,7 @@ class BoxElements(NamedTuple):
     def to_receive(
         cls, numel: int, dtype: torch.dtype, device: torch.device, count: int
     ) -> "BoxElements":
-        """Memory for the elements of a box of `numel` elements whose `count` is this."""
+        """Allocate memory to receive `count` elements of a box of `numel`."""
         if count == ALL:
             return cls(torch.empty(numel, dtype=dtype, device=device))
         values = torch.empty(count, dtype=dtype, device=device)
@@ -50,11 +44,11 @@ class BoxElements(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of elements, for whoever receives them."""
+        """Number of elements, or ALL, as the receiver is told it."""
         return ALL if self.indices is None else self.values.numel()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that have to be sent."""
+        """Yield the tensors to send."""
         for tensor in self:
             if tensor is not None and tensor.numel():
                 yield tensor
@@ -66,10 +60,10 @@ type Elements = dict[HeldBox, BoxElements]
 def join(
     elements: Elements, boxes: Sequence[HeldBox], stacked: int, size: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
-    """The tensor of `size` that `boxes` make up, and which of its elements came: bool,
-    None for all; the others are 0. Takes them out of `elements`.
+    """Join `boxes` to the tensor of `size`, and remove them from `elements`.
 
-    stacked: leading dimensions of the boxes that this tensor is one element of.
+    In the first `stacked` dimensions a box has one element of a stack. Elements that were not sent
+    are 0. Also return the mask (bool) of those that were, or None if all were.
     """
     has_all = all(elements[box].indices is None for box in boxes)
     if has_all and len(boxes) == 1:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a config.json of transformers spells a model, and the refusal of those that Megatron
-does not compute.
-"""
+"""Reads and writes config.json of transformers, and refuses models that Megatron cannot compute."""
 
 import json
 from importlib.metadata import version
@@ -14,7 +12,13 @@ import torch
 from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.safetensors_folder import read_json
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, WITH_EXPERTS, Experts, Family, ModelShape
+from megatron_asynchzp.hf.shape import (
+    LLAMA3_SCALING,
+    WITH_EXPERTS,
+    ExpertsShape,
+    Family,
+    ModelShape,
+)
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -51,9 +55,12 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write the config.json of this model into `folder`. Raises ConfigurationError where
-    transformers is too old."""
-    _refuse_older_transformers()
+    """Write the config.json of a model into `folder`.
+
+    Raises:
+        ConfigurationError: transformers is too old.
+    """
+    _check_transformers()
     from transformers import (
         GPT2Config,
         LlamaConfig,
@@ -68,7 +75,7 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.is_tied,
         "dtype": dtype,
-        # Those of a tokenizer, of which a checkpoint knows nothing.
+        # A tokenizer has them; a checkpoint does not.
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -111,7 +118,7 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
     _spell_for_transformers_4(folder / "config.json", shape)
 
 
-def _experts_entries(family: Family, experts: Experts) -> dict[str, Any]:
+def _experts_entries(family: Family, experts: ExpertsShape) -> dict[str, Any]:
     entries: dict[str, Any] = {
         "num_local_experts": experts.num,
         "num_experts_per_tok": experts.per_token,
@@ -139,7 +146,7 @@ def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
-def _refuse_older_transformers() -> None:
+def _check_transformers() -> None:
     found = version("transformers")
     if int(found.partition(".")[0]) < 5:
         raise ConfigurationError(
@@ -154,7 +161,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     vocab_multiple: the embedding is padded to a multiple of this many rows in Megatron.
     Raises ConfigurationError for what Megatron does not compute, naming the entry.
     """
-    _refuse_older_transformers()
+    _check_transformers()
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} has no config.json, so it is not a Hugging Face model")
@@ -210,7 +217,7 @@ def _read_shape(folder: Path, entries: dict[str, Any], vocab_multiple: int) -> M
     experts = None
     if family in WITH_EXPERTS:
         is_mixtral = family == "mixtral"
-        experts = Experts(
+        experts = ExpertsShape(
             num=config.num_local_experts,
             per_token=config.num_experts_per_tok,
             ffn_hidden_size=(
@@ -232,7 +239,7 @@ def _read_shape(folder: Path, entries: dict[str, Any], vocab_multiple: int) -> M
 
 
 def _read_rope(parameters: dict[str, Any]) -> tuple[int, bool]:
-    """Base, and whether the frequencies are scaled."""
+    """Return the base of rotary positions, and whether their frequencies are scaled."""
     base, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
     if base != int(base):
         raise ConfigurationError(

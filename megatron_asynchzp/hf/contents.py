@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a model of Megatron is in transformers, as a whole: which tensors, in what order, and
-the refusal of models that have others. A checkpoint's export and the stream of a running model
-share it.
+"""Lists the tensors of a whole model in their order of use, and refuses models with others.
+
+The export of a checkpoint and the stream of a running model share it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,31 +23,30 @@ _FIRST = "embedding."
 
 
 class Job(NamedTuple):
-    """One tensor of Megatron to convert: a rule, and the layer and the expert where it has any."""
+    """One tensor of Megatron to convert."""
 
     rule: TensorRule
-    place: tuple[int, ...]
+    place: tuple[int, ...]  # (), (layer,) or (layer, expert)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors that it becomes."""
+        """Names in transformers of the tensors that it becomes."""
         return self.rule.names_of(self.place)
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Key that is equal for the tensors of one layer, of what is used before all layers, and of
-        what is used after them; sorts in that order."""
+        """Sorts by use: (0,) before all layers, (1, layer), (2,) after all layers."""
         if self.rule.key.startswith(LAYERS):
             return (1, self.place[0])
         return (0,) if self.rule.key.startswith(_FIRST) else (2,)
 
     def convert(self, whole: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-        """`whole`, of any dtype, under the names of transformers."""
+        """Convert `whole`, of any dtype, to named tensors of transformers."""
         return zip(self.names, self.rule.to_hf(whole, shape), strict=True)
 
 
 def jobs_in_order_of_use(shape: ModelShape) -> list[Job]:
-    """Return all jobs of a model: embeddings, each layer in turn, final norm and output layer."""
+    """Return all jobs of a model: embeddings, layers, final norm, output layer."""
     jobs = [Job(rule, place) for rule in rules_of(shape) for place in rule.places(shape)]
     return sorted(jobs, key=lambda job: job.part)
 
@@ -59,8 +58,10 @@ def write_model(
     tensors: Iterable[tuple[str, Tensor]],
     max_file_nbytes: int,
 ) -> None:
-    """Write a directory of Hugging Face, whole or not at all. tensors: all, in order of use;
-    dtype_of: each rule's in it; otherwise as write_folder."""
+    """Write tensors, which come in order of use, as a Hugging Face directory or not at all.
+
+    dtype_of gives the dtype in which the tensors of a rule come and are written.
+    """
     infos = {
         name: TensorInfo(size, dtype_of(job.rule))
         for job in jobs_in_order_of_use(shape)
@@ -74,26 +75,27 @@ def write_model(
 def match_keys(
     where: str, sizes: Mapping[str, Collection[int]], shape: ModelShape
 ) -> dict[str, str]:
-    """The key that the model has for each rule's key.
+    """Return the key under which the model has the tensor of each rule, by the rule's key.
 
-    where: what has it, for messages.
-    sizes: of all its tensors, by key, layers and experts stacked.
-    Raises ConfigurationError, one line, unless they are exactly those of the rules, in their sizes.
+    Args:
+        where: Names the model in messages.
+        sizes: Of all tensors of the model, by key, with layers and experts stacked.
+        shape: Of the model. Tensors or sizes that differ are a ConfigurationError.
     """
-    found, missing = {}, []
+    matched, missing = {}, []
     for rule in rules_of(shape):
-        here = [key for key in (rule.key, OTHER_KEYS.get(rule.key, "")) if key in sizes]
-        if not here:
+        key = next((k for k in (rule.key, OTHER_KEYS.get(rule.key)) if k in sizes), None)
+        if key is None:
             missing.append(rule.key)
             continue
-        found[rule.key] = here[0]
+        matched[rule.key] = key
         wanted = [*rule.stack(shape), *rule.megatron_size(shape)]
-        if list(sizes[here[0]]) != wanted:
+        if list(sizes[key]) != wanted:
             raise ConfigurationError(
-                f"{here[0]} has size {list(sizes[here[0]])}, but {wanted} by the arguments"
+                f"{key} has size {list(sizes[key])}, but {wanted} by the arguments"
             )
     twins = {rule.twin for rule in rules_of(shape)}
-    foreign = sorted(set(sizes) - set(found.values()) - twins)
+    foreign = sorted(set(sizes) - set(matched.values()) - twins)
     if missing or foreign:
         raise ConfigurationError(describe_difference(where, shape, missing, foreign))
-    return found
+    return matched

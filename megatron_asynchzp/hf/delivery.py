@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way of tensors from one rank to another, outside of any sharding group."""
+"""Sends tensors from rank to rank, outside of any sharding group."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,16 +10,18 @@ import torch.distributed as dist
 
 
 class Parcel(NamedTuple):
-    """tensor: contiguous; what the rank `source` sends, or where the rank `receiver` takes it."""
+    """A tensor on its way from one rank to another."""
 
     source: int
     receiver: int
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # contiguous: the values on `source`, the memory for them on `receiver`
 
 
 def deliver(parcels: Sequence[Parcel]) -> None:
-    """Send and receive all `parcels` of this rank, in any order of ranks; those between the same
-    two ranks come in the same order on both. Returns when the tensors may be used and freed."""
+    """Send and receive the parcels of this rank, and wait until their tensors may be used.
+
+    Parcels between the same two ranks must come in the same order on both.
+    """
     rank = dist.get_rank()
     operations = [
         dist.P2POp(dist.isend, parcel.tensor, parcel.receiver)

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a rank of Megatron holds of a model, as its own sharded_state_dict describes it:
-whatever its tensor, pipeline and expert parallelism.
+"""Lists the parts of a model that a rank holds, as Megatron's sharded_state_dict describes them.
+
+So it holds for any tensor, pipeline and expert parallelism.
 """
 
 import sys
@@ -17,10 +18,10 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:
-    """Return the boxes that this rank describes for others: those of its sharding groups, where it
-    is the first rank; the others hold the same. Between two steps.
+    """Return the boxes of each sharding group in which this rank is the first, between two steps.
 
-    Raises ConfigurationError for a parameter that no checkpoint can hold.
+    Raises:
+        ConfigurationError: A checkpoint cannot hold a parameter.
     """
     boxes: list[HeldBox] = []
     shared: dict[object, object] = {}  # equal tuples once: the boxes are pickled
@@ -56,17 +57,18 @@ def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:
 
 
 def unit_at(model: Sequence[AsyncHZPDataParallel], address: Address) -> HZPUnit:
+    """Return the unit that holds a box of this address."""
     return model[address.chunk].units[address.unit]
 
 
 def elements_of(box: HeldBox, unit: HZPUnit, whole: torch.Tensor) -> torch.Tensor:
-    """The elements of a box in `whole` (1-D, one element for each of the unit), 1-D."""
+    """Return the elements of a box (1-D) out of those of the whole unit (1-D)."""
     part = _part_of(box, unit)
     return whole[part.start : part.stop]
 
 
 def changed_elements_of(box: HeldBox, unit: HZPUnit, marks: torch.Tensor) -> torch.Tensor:
-    """Return the marks of a box's elements, 1-D bool. marks: of the whole unit, see whole_marks."""
+    """Return the marks (1-D bool) of a box out of those of the unit, which whole_marks gives."""
     part = _part_of(box, unit)
     skipped = part.start % 8
     aligned = Range(part.start - skipped, part.stop)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way from a Megatron checkpoint to a Hugging Face directory."""
+"""Converts a Megatron checkpoint to a Hugging Face directory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +13,13 @@ from megatron_asynchzp.hf.adapters import MergingReader, alpha_of
 from megatron_asynchzp.hf.contents import jobs_in_order_of_use, match_keys, write_model
 from megatron_asynchzp.hf.mapping import TensorRule
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
-from megatron_asynchzp.hf.output_folder import refuse_occupied
+from megatron_asynchzp.hf.output_folder import check_unoccupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES
 from megatron_asynchzp.hf.shape import ModelShape
 from megatron_asynchzp.hf.torch_dist import find_checkpoint, read_arguments_of
 
-# What a checkpoint keeps beside the model.
+# Keys of a checkpoint that do not belong to the model.
 _NOT_THE_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state", "asynchzp.")
 
 
@@ -38,18 +38,25 @@ def export_model(
 ) -> ModelShape:
     """Write the model of a Megatron checkpoint as a Hugging Face directory.
 
-    load: Megatron's --load folder.
-    step: its iteration, by default the newest that is intact.
-    level: what of its data is read to judge that.
-    dtype: cast to it; by default every tensor keeps its own.
-    vocab_size: rows of the embedding that are no padding, needed where the checkpoint lacks it.
-    base: Megatron's folder of the frozen tensors, where the checkpoint has adapters alone.
-    adapter_alpha: adapters are merged times alpha / rank, in fp32.
+    Memory holds one tensor, in a few copies.
 
-    Memory holds one tensor, in a few copies. Raises ConfigurationError for a model that does not
-    map and for an `output` that is not empty; then nothing is written.
+    Args:
+        load: Megatron's --load folder.
+        output: A new or empty directory.
+        step: The iteration; by default the newest that is intact.
+        dtype: Of the written tensors; by default every tensor keeps its own.
+        vocab_size: Rows of the embedding that are not padding, if the checkpoint does not say.
+        level: How much of the data is read to find damage.
+        max_file_nbytes: See write_folder.
+        progress: Shows the tensors that are done.
+        base: Megatron's --load folder with the frozen tensors, if `load` has adapters alone.
+        adapter_alpha: Adapters are merged in fp32, times alpha / rank.
+
+    Raises:
+        ConfigurationError: The model has no family here, or `output` is not empty. Nothing is
+            written then.
     """
-    refuse_occupied(output)
+    check_unoccupied(output)
     checkpoint = find_checkpoint(load, step, level)
     args = read_arguments_of(checkpoint)
     shape = read_arguments(args, vocab_size)
@@ -71,7 +78,7 @@ def export_model(
 
 
 def _match_keys(reader: MergingReader, shape: ModelShape) -> dict[str, str]:
-    """The checkpoint's key of each rule; see match_keys."""
+    """Return the checkpoint's key of each rule; see match_keys."""
     sizes = {
         key: it.size
         for key, it in reader.tensors.items()

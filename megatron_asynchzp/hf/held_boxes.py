@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a model is cut over all ranks of a run: every tensor, in the names of a checkpoint, into
-boxes, each with the ranks that hold it.
-"""
+"""Describes how a run's ranks hold a model: each tensor of its checkpoint is cut into boxes."""
 
 from collections.abc import Iterable
 from math import prod
@@ -14,32 +12,25 @@ from megatron_asynchzp.errors import ConfigurationError
 
 
 class Address(NamedTuple):
-    """Address of a box on each of its holders: which chunk, which unit of it, which parameter of
-    that, and the first element. Its elements lie one after another."""
+    """Where each holder of a box has its elements, which lie one after another."""
 
-    chunk: int
-    unit: int
-    param: int
-    start: int
+    chunk: int  # index of the model chunk
+    unit: int  # of its unit
+    param: int  # of the unit's parameter
+    start: int  # first element of the parameter
 
 
 class HeldBox(NamedTuple):
-    """One box of a tensor of the checkpoint.
+    """A box of a tensor of the checkpoint, in which layers and experts are stacked."""
 
-    key, size: of the tensor, in which layers and experts are stacked.
-    offset, shape: of the box, with an entry for each dim of the tensor.
-    holders: global ranks of the sharding group, in its order.
-    copy: (0, 0) for the one copy of tied or duplicated tensors that a checkpoint holds.
-    """
-
-    key: str
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    key: str  # of the tensor
+    size: tuple[int, ...]  # of the tensor
+    offset: tuple[int, ...]  # of the box, in each dim of the tensor
+    shape: tuple[int, ...]  # of the box
     dtype: torch.dtype
-    holders: tuple[int, ...]
+    holders: tuple[int, ...]  # global ranks of the sharding group, in its order
     address: Address
-    copy: tuple[int, ...]
+    copy: tuple[int, ...]  # (0, 0): of tied or duplicated tensors the copy that a checkpoint holds
 
     @property
     def numel(self) -> int:
@@ -47,10 +38,10 @@ class HeldBox(NamedTuple):
 
 
 def distinct_boxes(described: Iterable[HeldBox]) -> dict[str, list[HeldBox]]:
-    """Each box once, of the copy that a checkpoint holds, by key.
+    """Return each box once, by key, out of those that all ranks described.
 
-    described: of all ranks. Raises ConfigurationError where the boxes of a tensor are not the
-    whole of it.
+    Raises:
+        ConfigurationError: The boxes of a tensor do not make up the whole of it.
     """
     chosen: dict[tuple[str, tuple[int, ...], tuple[int, ...]], HeldBox] = {}
     for box in described:
@@ -67,7 +58,7 @@ def distinct_boxes(described: Iterable[HeldBox]) -> dict[str, list[HeldBox]]:
         held, wanted = sum(box.numel for box in boxes), prod(sizes[0])
         if held != wanted:
             raise ConfigurationError(
-                f"{key}: the ranks hold {held} of its {wanted} elements; a model of which a part "
-                "is elsewhere cannot be streamed"
+                f"{key}: the ranks hold {held} of its {wanted} elements, and only whole models can "
+                "be streamed"
             )
     return by_key

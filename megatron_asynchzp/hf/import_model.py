@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way from a Hugging Face directory to a Megatron checkpoint."""
+"""Converts a Hugging Face directory to a Megatron checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
 from megatron_asynchzp.hf.mapping import TensorRule, rules_of, state_keys
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
-from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
+from megatron_asynchzp.hf.output_folder import check_unoccupied, complete_or_absent
 from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import FolderReader
 from megatron_asynchzp.hf.shape import ModelShape, describe_difference
 from megatron_asynchzp.hf.torch_dist import TensorToWrite, write_checkpoint
 
-# Tensors that older directories hold, and that a model computes itself.
+# Older directories hold these tensors, which a model computes.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = {"model.": "model.embed_tokens.weight", "transformer.": "transformer.wte.weight"}
@@ -41,15 +41,20 @@ def import_model(
 ) -> ModelShape:
     """Write the model of a Hugging Face directory as a release checkpoint that Megatron loads.
 
-    load: the directory.
-    save: Megatron's --load folder to be.
-    dtype: cast to it; by default every tensor keeps its own.
-    vocab_multiple: the embedding is padded with zero rows to a multiple of this.
+    Memory holds one tensor, in a few copies.
 
-    Memory holds one tensor, in a few copies. Raises ConfigurationError for a model that does not
-    map and for a `save` that is not empty; then nothing is written.
+    Args:
+        load: The Hugging Face directory.
+        save: A new or empty folder, for Megatron's --load.
+        dtype: Of the written tensors; by default every tensor keeps its own.
+        vocab_multiple: The embedding gets rows of zeros up to a multiple of this.
+        progress: Shows the tensors that are done.
+
+    Raises:
+        ConfigurationError: Megatron does not compute the model, or `save` is not empty. Nothing is
+            written then.
     """
-    refuse_occupied(save)
+    check_unoccupied(save)
     shape = read_config(load, vocab_multiple)
     reader = FolderReader(load)
     shape, stored = _match_names(reader, shape, is_cast=dtype is not None)
@@ -79,7 +84,7 @@ def import_model(
     with complete_or_absent(save) as folder:
         objects = dict(_objects(shape))
         write_checkpoint(folder / RELEASE, tensors, objects)
-        # Here stock megatron-core 0.18 looks for it; later versions read either.
+        # Stock megatron-core 0.18 looks for it here; later versions read either.
         torch.save(objects[COMMON_OBJECT], folder / RELEASE / COMMON)
         replace_file(folder / TRACKER, RELEASE.encode())
         next(ticks, None)
@@ -89,12 +94,11 @@ def import_model(
 def _match_names(
     reader: FolderReader, shape: ModelShape, is_cast: bool
 ) -> tuple[ModelShape, dict[str, str]]:
-    """The shape, untied where the directory has a head of its own, and for each tensor of the rules
-    its name in the directory. Raises ConfigurationError, one line, unless the directory's tensors
-    are exactly those of the rules, in their sizes and of one dtype (of any where they will be
-    cast).
+    """Return the directory's name of each tensor, and the shape, untied if the two weights differ.
 
-    As in transformers, names may lack the outer module, or have it where it does not belong.
+    As transformers does, accept names that lack the outer module, or have it wrongly. Raise
+    ConfigurationError unless the tensors are exactly those of the rules, in their sizes, and, if
+    they are not cast, of one dtype.
     """
     outer = "transformer." if shape.family == "gpt2" else "model."
     wanted = _wanted(shape)
@@ -104,16 +108,17 @@ def _match_names(
     for name in sorted(reader.names):
         if name.endswith(_COMPUTED):
             continue
-        there = [one for one in (name, name.removeprefix(outer), outer + name) if one in known]
-        if not there:
+        spellings = (name, name.removeprefix(outer), outer + name)
+        plain = next((spelling for spelling in spellings if spelling in known), None)
+        if plain is None:
             foreign.append(name)
-        elif (other := stored.setdefault(there[0], name)) != name:
-            raise ConfigurationError(f"the directory has {there[0]} twice: {other} and {name}")
+        elif (first := stored.setdefault(plain, name)) != name:
+            raise ConfigurationError(f"the directory has {plain} twice: {first} and {name}")
     if shape.is_tied and _HEAD in stored:
         embedding = _EMBEDDINGS[outer]
         if embedding not in stored:
             stored[embedding] = stored[_HEAD]
-        elif not _are_equal(*(reader.read(stored[one]) for one in (embedding, _HEAD))):
+        elif not _are_equal(*(reader.read(stored[key]) for key in (embedding, _HEAD))):
             shape = replace(shape, is_tied=False)
             wanted = _wanted(shape)
     if (missing := sorted(set(wanted) - set(stored))) or foreign:
@@ -132,8 +137,8 @@ def _match_names(
             )
         dtypes.add(info.dtype)
     if len(dtypes) > 1 and not is_cast:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise ConfigurationError(f"the directory mixes {found}; choose one with --dtype")
+        mixed = ", ".join(sorted(map(str, dtypes)))
+        raise ConfigurationError(f"the directory mixes {mixed}; choose one with --dtype")
     return shape, stored
 
 
@@ -147,14 +152,14 @@ def _wanted(shape: ModelShape) -> dict[str, torch.Size]:
 
 
 def _are_equal(embedding: Tensor, head: Tensor) -> bool:
-    """Whether transformers would tie them."""
+    """Whether transformers would tie the two."""
     if embedding.dtype != head.dtype:
         embedding, head = embedding.float(), head.float()
     return torch.equal(embedding, head)
 
 
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
-    """Yield what a checkpoint keeps beside tensors, by Megatron's key."""
+    """Yield the objects of a checkpoint, by Megatron's key."""
     yield (
         COMMON_OBJECT,
         {

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the tables that pair Megatron's tensors with those of transformers, and the functions that
-turn one into the other without changing a bit.
-"""
+"""Tables that pair Megatron's tensors with those of transformers, with exact conversions."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,42 +17,37 @@ EXPERTS = f"{LAYERS}mlp.experts.experts."
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of Megatron and what it is made of in transformers.
+    """A tensor of Megatron and the tensors of transformers that hold the same values."""
 
-    key: in a torch_dist checkpoint; those below LAYERS hold all layers, stacked in dimension 0, and
-    those below EXPERTS all experts of each too, in dimension 1.
-    names: in a Hugging Face directory; the first "{}" stands for the layer, the second for the
-    expert.
-    dims: names of the dimensions of one layer's (expert's) tensor, see ModelShape.size_of.
-    to_hf, to_megatron: inverse of each other; both also take meta tensors.
-    twin: another key under which an import writes the tensor too.
-    """
-
+    # In a torch_dist checkpoint. Below LAYERS a key holds all layers, stacked in dim 0, and below
+    # EXPERTS all experts of each layer too, in dim 1.
     key: str
+    # In a Hugging Face directory; the first "{}" is the layer, the second the expert.
     names: tuple[str, ...]
-    dims: tuple[str, ...]
+    dims: tuple[str, ...]  # of one layer's (expert's) tensor, see ModelShape.size_of
+    # Inverse of each other; both also take meta tensors.
     to_hf: Callable[[Tensor, ModelShape], tuple[Tensor, ...]]
     to_megatron: Callable[[tuple[Tensor, ...], ModelShape], Tensor]
-    twin: str | None = None
+    twin: str | None = None  # a second key under which an import writes the tensor
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
         """Return how many tensors the key holds: (), (layers,) or (layers, experts)."""
         return _stack_below(self.key, shape)
 
     def places(self, shape: ModelShape) -> Iterator[tuple[int, ...]]:
-        """Return the places of those tensors: (), (layer,) or (layer, expert) of each, in order."""
+        """Return the place of each in order: (), (layer,) or (layer, expert)."""
         return product(*map(range, self.stack(shape)))
 
     def names_of(self, place: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the names in transformers of the tensor at `place` of the stack."""
         return tuple(name.format(*place) for name in self.names)
 
     def megatron_size(self, shape: ModelShape) -> torch.Size:
-        """Size of the tensor, of one layer's where there are layers, of one expert's where there
-        are experts."""
+        """Return the size of the tensor of one place."""
         return torch.Size(shape.size_of(dim) for dim in self.dims)
 
     def hf_sizes(self, shape: ModelShape) -> list[torch.Size]:
-        """Sizes of the tensors `names`."""
+        """Return the sizes of the tensors `names`."""
         whole = torch.empty(self.megatron_size(shape), device="meta")
         return [piece.shape for piece in self.to_hf(whole, shape)]
 
@@ -68,9 +61,9 @@ def _stack_below(key: str, shape: ModelShape) -> tuple[int, ...]:
 
 
 def split_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
-    """Rows of q, k and v out of Megatron's linear_qkv, weight or bias.
+    """Split Megatron's linear_qkv, weight or bias, into the rows of q, k and v.
 
-    One query group after the other, each:  q q .. q k v   (head_dim rows per letter)
+    Its query groups follow each other, each as  q q .. q k v   (head_dim rows per letter)
     """
     group = (shape.num_query_groups, shape.heads_per_group + 2, shape.head_dim)
     q, k, v = qkv.view(*group, *qkv.shape[1:]).split([shape.heads_per_group, 1, 1], dim=1)
@@ -78,7 +71,7 @@ def split_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
 
 
 def join_qkv(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
-    """Inverse of split_qkv."""
+    """Join q, k and v, as the inverse of split_qkv."""
     by_group = [
         part.view(shape.num_query_groups, -1, shape.head_dim, *part.shape[1:]) for part in parts
     ]
@@ -181,13 +174,13 @@ _QK_NORMS = (
 )
 _QWEN3 = (*_LLAMA, *_QK_NORMS)
 
-# Before experts, Megatron's own layers keep the norm under the first key and those of Transformer
-# Engine under the second; each finds no other when it loads.
+# Megatron's own layers read the norm before experts under the first key, Transformer Engine's under
+# the second.
 _EXPERTS_NORM = replace(_MLP_NORM, twin=f"{LAYERS}pre_mlp_layernorm.weight")
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """block: what transformers calls the MLP of a layer with experts on disk; then its matrices."""
+    """Return the rules of experts, whose MLP and matrices transformers calls by these names."""
     block = f"model.layers.{{}}.{block}"
     expert = f"{block}.experts.{{}}"
     return (
@@ -247,7 +240,7 @@ _TABLES: dict[Family, tuple[TensorRule, ...]] = {
     "gpt2": _GPT2,
 }
 
-# Where a checkpoint keeps a norm by itself instead of with the matrix that follows it.
+# A checkpoint may keep a norm by itself instead of with the matrix that follows it.
 OTHER_KEYS = {
     f"{where}layer_norm_{kind}": f"{LAYERS}{norm}.{kind}"
     for where, norm in ((_QKV, "input_layernorm"), (_FC1, "pre_mlp_layernorm"))
@@ -265,8 +258,10 @@ _STATEFUL_EXPERTS = (f"{EXPERTS}linear_fc1", f"{EXPERTS}linear_fc2", f"{LAYERS}p
 
 
 def state_keys(shape: ModelShape) -> Iterator[str]:
-    """Keys of what modules keep beside their tensors; for one of our families it is always empty,
-    but Megatron asks for it. Those of core_attention and the norms are Transformer Engine's."""
+    """Yield the keys of the modules' extra states, which Megatron asks for and are empty here.
+
+    Those of core_attention and of the norms are Transformer Engine's.
+    """
     modules = (*_STATEFUL, *(_STATEFUL_EXPERTS if shape.experts else _STATEFUL_MLP))
     if shape.family in WITH_QK_NORMS:
         modules = (*modules, _Q_NORM, _K_NORM)
@@ -281,6 +276,6 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 def rules_of(shape: ModelShape) -> tuple[TensorRule, ...]:
-    """The table of the model's family, with an output layer where it is not tied."""
+    """Return the rules of the model's family, with an output layer unless it is tied."""
     table = _TABLES[shape.family]
     return table if shape.is_tied else (*table, _OUTPUT)

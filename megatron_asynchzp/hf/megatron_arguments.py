@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how Megatron's arguments spell a model, and the refusal of those that no family of
-transformers here computes.
-"""
+"""Reads and writes Megatron's arguments of a model, and refuses models of no family here."""
 
 from argparse import Namespace
 from typing import Any
@@ -12,15 +10,15 @@ from megatron_asynchzp.hf.shape import (
     LLAMA3_SCALING,
     WITH_EXPERTS,
     WITH_QK_NORMS,
-    Experts,
+    ExpertsShape,
     Family,
     ModelShape,
 )
 
 _NOTHING = (None, False, 0)
 
-# Argument of Megatron -> values with which the model is one of the families, and the words for
-# every other. Arguments a checkpoint does not know count as the first value.
+# Megatron's argument -> the values that the families allow, and what any other value means. An
+# argument that a checkpoint lacks counts as the first value.
 _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "multi_latent_attention": (_NOTHING, "multi-latent attention"),
     "is_hybrid_model": (_NOTHING, "a hybrid model"),
@@ -49,7 +47,7 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_mup": (_NOTHING, "muP scaling"),
 }
 
-# The same of a model with experts. What only the losses of training depend on is not here.
+# The same for models with experts, without what only changes the losses of training.
 _PLAIN_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_layer_freq": ((1,), "experts by a pattern of layers"),
     "moe_single_grouped_weight": (_NOTHING, "its experts in one parameter"),
@@ -68,18 +66,19 @@ _PLAIN_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_mlp_glu_interleave_size": (_NOTHING, "interleaved halves in the MLPs of its experts"),
 }
 
-# Ways of balancing that choose other experts than those with the highest scores.
+# With these a router does not choose the experts with the highest scores.
 _OTHER_CHOICES = ("sinkhorn", "quantile_balancing")
 
 
 def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape:
-    """The shape of a model that was trained with these arguments (as Megatron's validation left
-    them, or as a checkpoint keeps them).
+    """Return the shape of a model that was trained with these arguments.
 
-    vocab_size: true size of the vocabulary, needed where the arguments lack it.
-    Raises ConfigurationError for a model of no family, naming the argument.
+    Args:
+        args: As Megatron validated them, or as a checkpoint keeps them. If the model is of no
+            family, a ConfigurationError names the argument.
+        vocab_size: Rows of the embedding that are not padding, if the arguments lack it.
     """
-    _refuse_others(args, _PLAIN)
+    _check_plain(args, _PLAIN)
     is_scaled = bool(getattr(args, "use_rope_scaling", False))
     factor = getattr(args, "rope_scaling_factor", LLAMA3_SCALING["factor"])
     if is_scaled and factor != LLAMA3_SCALING["factor"]:
@@ -117,7 +116,7 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
     )
 
 
-def _refuse_others(args: Namespace, plain: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+def _check_plain(args: Namespace, plain: dict[str, tuple[tuple[Any, ...], str]]) -> None:
     for name, (allowed, words) in plain.items():
         value = getattr(args, name, allowed[0])
         if value not in allowed:
@@ -126,8 +125,8 @@ def _refuse_others(args: Namespace, plain: dict[str, tuple[tuple[Any, ...], str]
             )
 
 
-def _experts(args: Namespace) -> Experts:
-    _refuse_others(args, _PLAIN_EXPERTS)
+def _experts(args: Namespace) -> ExpertsShape:
+    _check_plain(args, _PLAIN_EXPERTS)
     balancing = getattr(args, "moe_router_load_balancing_type", "none")
     for kind in [balancing] if isinstance(balancing, str) else balancing:
         if kind in _OTHER_CHOICES:
@@ -135,7 +134,7 @@ def _experts(args: Namespace) -> Experts:
                 "the model has experts that are not those with the highest scores "
                 f"(moe_router_load_balancing_type = {kind}), which does not map"
             )
-    return Experts(
+    return ExpertsShape(
         num=args.num_experts,
         per_token=getattr(args, "moe_router_topk", 2),
         ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size,
@@ -150,12 +149,12 @@ def _family(args: Namespace) -> Family:
     has_experts = bool(getattr(args, "num_experts", None))
     if has_norms and has_qkv_bias:
         raise ConfigurationError(
-            "the model has norms of queries and keys (qk_layernorm = True) beside biases, which "
+            "the model has norms of queries and keys (qk_layernorm = True) and biases, which "
             "does not map"
         )
     if has_experts and (has_qkv_bias or not args.swiglu):
         raise ConfigurationError(
-            f"the model has experts (num_experts = {args.num_experts}) beside biases or without "
+            f"the model has experts (num_experts = {args.num_experts}) with biases or without "
             "SwiGLU, which does not map"
         )
     spelled = {
@@ -182,23 +181,23 @@ def _family(args: Namespace) -> Family:
         "add_bias_linear": True,
     }:
         return "gpt2"
-    found = ", ".join(f"{name} = {value}" for name, value in spelled.items())
+    text = ", ".join(f"{name} = {value}" for name, value in spelled.items())
     raise ConfigurationError(
-        f"{found} is neither Llama (RMSNorm, rope, SwiGLU, no bias) nor GPT-2 (LayerNorm, "
+        f"{text} is neither Llama (RMSNorm, rope, SwiGLU, no bias) nor GPT-2 (LayerNorm, "
         "learned_absolute, GELU, biases)"
     )
 
 
 def write_arguments(shape: ModelShape) -> Namespace:
-    """The arguments that a checkpoint of this model keeps: read_arguments gives the shape back.
+    """Return the arguments that a checkpoint of this model keeps, the inverse of read_arguments.
 
-    Megatron's --use-checkpoint-args finds all it looks for, but does not look for the epsilon of
-    the norms nor for scaled rotary positions.
+    Megatron's --use-checkpoint-args finds all that it looks for, which does not include the epsilon
+    of the norms nor scaled rotary positions.
     """
     is_gpt2, experts = shape.family == "gpt2", shape.experts
-    of_experts: dict[str, Any] = {"num_experts": None}
+    expert_args: dict[str, Any] = {"num_experts": None}
     if experts is not None:
-        of_experts = {
+        expert_args = {
             "num_experts": experts.num,
             "moe_layer_freq": 1,
             "moe_ffn_hidden_size": experts.ffn_hidden_size,
@@ -207,7 +206,7 @@ def write_arguments(shape: ModelShape) -> Namespace:
             "moe_router_pre_softmax": not experts.is_normalised,
         }
     return Namespace(
-        **of_experts,
+        **expert_args,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -243,7 +242,7 @@ def write_arguments(shape: ModelShape) -> Namespace:
 
 
 def command_line(shape: ModelShape) -> list[str]:
-    """Flags, each with its value, that make Megatron build this model; not those of a tokenizer."""
+    """Return Megatron's flags with values for this model, without those of a tokenizer."""
     flags = [
         f"--num-layers {shape.num_layers}",
         f"--hidden-size {shape.hidden_size}",

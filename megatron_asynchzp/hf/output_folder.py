@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns that a directory is written completely or not at all."""
+"""Writes a directory completely or not at all."""
 
 import contextlib
 import os
@@ -12,17 +12,19 @@ from pathlib import Path
 from megatron_asynchzp.errors import ConfigurationError
 
 
-def refuse_occupied(folder: Path) -> None:
-    """Raise ConfigurationError where `folder` is there with something in it, or is a file."""
+def check_unoccupied(folder: Path) -> None:
+    """Raise ConfigurationError if `folder` is a file or a directory with content."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"{folder} is there already and not empty; name another")
+        raise ConfigurationError(f"{folder} exists and is not empty; name another folder")
 
 
 @contextlib.contextmanager
 def complete_or_absent(folder: Path) -> Iterator[Path]:
-    """A directory beside `folder` to write into; it takes that name when the block ends well, and
-    is removed when it does not."""
-    refuse_occupied(folder)
+    """Yield a temporary directory next to `folder`, which is renamed to it at the end.
+
+    It is removed if the context ends with an exception.
+    """
+    check_unoccupied(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the files of a Hugging Face directory: which of them transformers would read, which one
-holds a tensor, and how large they get.
-"""
+"""Reads and writes the weight files of a Hugging Face directory, one tensor at a time."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,22 +18,25 @@ _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTERS = "adapter_config.json"
 _LFS = b"version https://git-lfs"
-# Of files that hold weights, in directories that have none of ours.
+# Suffixes of weight files in formats that are not read here.
 _WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack")
 
 
 class TensorInfo(NamedTuple):
+    """Size and dtype of a tensor."""
+
     size: torch.Size
-    dtype: torch.dtype | None  # None: none that can be cast to one of ours
+    dtype: torch.dtype | None  # None: a dtype that cannot be cast to fp32, bf16 or fp16
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return self.size.numel() * (self.dtype.itemsize if self.dtype else 0)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON. Raises ConfigurationError, one line, where there is none."""
-    _refuse_pointer(path)
+    """Return the object in a JSON file, or raise ConfigurationError if it has none."""
+    _check_no_pointer(path)
     try:
         entries = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -43,20 +44,20 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is not JSON ({one_line(error)}); download or copy it again"
         ) from error
     if not isinstance(entries, dict):
-        raise ConfigurationError(f"{path} is not an object of JSON; download or copy it again")
+        raise ConfigurationError(f"{path} is not a JSON object; download or copy it again")
     return entries
 
 
-def _refuse_pointer(path: Path) -> None:
+def _check_no_pointer(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS)) == _LFS:
             raise ConfigurationError(
-                f"{path} is a pointer of git-lfs, not the file: run git lfs pull in its directory"
+                f"{path} is a git-lfs pointer, not the file; run git lfs pull in its directory"
             )
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """The files that transformers reads, in its order."""
+    """Return the weight files that transformers reads, in its order."""
     if (folder / _ADAPTERS).is_file():
         raise ConfigurationError(
             f"{folder} holds adapters ({_ADAPTERS}): merge them into their base with peft's "
@@ -64,10 +65,10 @@ def _weight_files(folder: Path) -> list[str]:
         )
     config = folder / "config.json"
     named = read_json(config).get("transformers_weights") if config.is_file() else None
-    first = named or next((one for one in (_ONE_FILE, _INDEX) if (folder / one).is_file()), None)
+    first = named or next((n for n in (_ONE_FILE, _INDEX) if (folder / n).is_file()), None)
     if first is None:
         raise ConfigurationError(
-            f"{folder} has neither {_ONE_FILE} nor {_INDEX}{_what_is_there(folder)}"
+            f"{folder} has neither {_ONE_FILE} nor {_INDEX}{_describe_weights(folder)}"
         )
     if not (folder / first).is_file():
         raise ConfigurationError(f"{folder} has no {first}, which its config.json names")
@@ -81,23 +82,24 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
-def _what_is_there(folder: Path) -> str:
-    for one in (_ONE_FILE, _INDEX):
-        if (folder / one).is_symlink():
-            return f": {one} is a link to a file that is not there; download it again"
-    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _WEIGHTS)
-    if not found:
+def _describe_weights(folder: Path) -> str:
+    for name in (_ONE_FILE, _INDEX):
+        if (folder / name).is_symlink():
+            return f": {name} is a link to a missing file; download it again"
+    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _WEIGHTS)
+    if not files:
         return ", and so no weights; download them"
     return (
-        f", but {found[0]}; where transformers loads that, import what its save_pretrained() writes"
-        " of it, else give it one of these names"
+        f", but {files[0]}; import what save_pretrained() of transformers writes of it, or give it "
+        "one of these names"
     )
 
 
 class FolderReader:
-    """Tensors of one directory, read one at a time: those that transformers would read.
+    """Reads the tensors of a directory that transformers would read, one at a time.
 
-    Raises ConfigurationError, one line with the file, for what is not whole.
+    Raises:
+        ConfigurationError: A file is missing or not whole; the message names it.
     """
 
     def __init__(self, folder: Path):
@@ -108,12 +110,12 @@ class FolderReader:
                 raise ConfigurationError(
                     f"{folder} has no {name}, which its index names; download or copy it again"
                 )
-            _refuse_pointer(folder / name)
+            _check_no_pointer(folder / name)
             self._read_header(folder / name)
 
     def _read_header(self, file: Path) -> None:
         with _opened(file) as tensors:
-            # keys(), for the opened file is no dictionary and cannot be iterated.
+            # The opened file is no dictionary and cannot be iterated itself.
             for name in tensors.keys():  # noqa: SIM118
                 piece = tensors.get_slice(name)
                 dtype = _DTYPES.get(piece.get_dtype())
@@ -122,9 +124,11 @@ class FolderReader:
 
     @property
     def names(self) -> set[str]:
+        """Names of all tensors."""
         return set(self._file_of)
 
     def info(self, name: str) -> TensorInfo:
+        """Return a tensor's size and dtype."""
         return self._infos[name]
 
     def stored_dtype(self, name: str) -> str:
@@ -133,7 +137,8 @@ class FolderReader:
             return tensors.get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        # The file is mapped into memory, and what was read of it stays there until it is closed.
+        """Read a tensor."""
+        # The file is mapped, and pages that were read stay in memory until it is closed.
         with _opened(self._file_of[name]) as tensors:
             return tensors.get_tensor(name)
 
@@ -160,8 +165,9 @@ def write_folder(
     tensors: Iterable[tuple[str, Tensor]],
     max_file_nbytes: int,
 ) -> None:
-    """Write `tensors`, which come in the order of `infos`, in files of at most max_file_nbytes
-    where no single tensor is larger. One tensor is in memory at a time.
+    """Write `tensors`, which come in the order of `infos`, with one in memory at a time.
+
+    A file has at most max_file_nbytes, unless a single tensor is larger.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -187,8 +193,10 @@ def write_folder(
 def _write_file(
     file: Path, infos: Mapping[str, TensorInfo], flow: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write one file as safetensors lays it out: the length of the header (8 bytes, little-endian),
-    the header (JSON), the elements. The library itself writes no file tensor by tensor."""
+    """Write a safetensors file tensor by tensor, which the library cannot.
+
+    A file holds the length of the header (8 bytes, little-endian), the header (JSON), the elements.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in infos.items():

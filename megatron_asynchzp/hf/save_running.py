@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way from a running Megatron model to a Hugging Face directory, without a checkpoint."""
+"""Writes a running Megatron model to a Hugging Face directory, without a checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.contents import write_model
-from megatron_asynchzp.hf.output_folder import refuse_occupied
+from megatron_asynchzp.hf.output_folder import check_unoccupied
 from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES
 from megatron_asynchzp.hf.weight_stream import WeightStream
 
@@ -26,23 +26,26 @@ def save_hf(
     vocab_size: int | None = None,
     max_file_nbytes: int = MAX_FILE_NBYTES,
 ) -> None:
-    """Write a model that trains with --use-asynchzp as a Hugging Face directory: the same files
-    that `asynchzp hf export` makes of a checkpoint of this step. Between two steps. Collective
-    over the world; rank 0 writes.
+    """Write a model that trains with --use-asynchzp as a Hugging Face directory.
 
-    output: not there yet, or empty; what is written is complete or not there.
-    max_file_nbytes: of a weight file. Other arguments, and memory, as for stream_weights.
+    The files are those that `asynchzp hf export` makes of a checkpoint of this step. Call it
+    between two steps. Collective over the world; rank 0 writes.
 
-    Raises ConfigurationError on all ranks: where stream_weights does, and where `output` cannot be
-    written.
+    Args:
+        model, dtype, vocab_size: See stream_weights, also for the memory that it takes.
+        output: A new or empty directory, which is written completely or not at all.
+        max_file_nbytes: Size of a weight file.
+
+    Raises:
+        ConfigurationError: On all ranks, if stream_weights raises it or rank 0 cannot write.
     """
     folder, is_writer = Path(output), dist.get_rank() == _WRITER
 
-    def refuse() -> None:
+    def check() -> None:
         if is_writer:
-            refuse_occupied(folder)
+            check_unoccupied(folder)
 
-    stream = WeightStream("save_hf()", model, (_WRITER,), dtype, vocab_size, refuse=refuse)
+    stream = WeightStream("save_hf()", model, (_WRITER,), dtype, vocab_size, check=check)
     weights, problem = stream.weights(), None
     if is_writer:
         try:
@@ -50,9 +53,9 @@ def save_hf(
             write_model(folder, stream.shape, stream.dtype_of, on_host, max_file_nbytes)
         except (ConfigurationError, OSError, ImportError) as error:
             problem = f"save_hf(): {error}"
-    for _ in weights:  # those that only send; or the rest, so that they are not left waiting
+    for _ in weights:  # ranks that only send; or the rest of a failed write, for which they wait
         pass
-    told = [problem]
-    dist.broadcast_object_list(told, _WRITER)
-    if told[0] is not None:
-        raise ConfigurationError(told[0])
+    problems = [problem]
+    dist.broadcast_object_list(problems, _WRITER)
+    if problems[0] is not None:
+        raise ConfigurationError(problems[0])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a model is, apart from its weights: family and sizes."""
+"""Family and sizes of a model."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,18 +22,14 @@ LLAMA3_SCALING = {
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts that every layer has in place of its MLP, gated as that is.
+class ExpertsShape:
+    """The experts that every layer has in place of its MLP, gated as that is."""
 
-    num, per_token: how many there are, and how many the router chooses for a token.
-    ffn_hidden_size: of each.
-    is_normalised: the weights of the chosen are the softmax over their scores, and sum to 1; else
-    they are what the softmax over the scores of all gives them.
-    """
-
-    num: int
-    per_token: int
-    ffn_hidden_size: int
+    num: int  # of a layer
+    per_token: int  # experts that the router chooses for a token
+    ffn_hidden_size: int  # of an expert
+    # Whether the weights of the chosen experts are the softmax over their scores, and sum to 1, or
+    # the softmax over the scores of all.
     is_normalised: bool
 
 
@@ -45,31 +41,25 @@ class ModelShape:
     qwen3: as llama, with an RMSNorm on each head of q and k.
     mixtral: as llama, with experts. qwen3_moe: as qwen3, with experts.
     gpt2: LayerNorm, GELU, learned positions, biases everywhere.
-
-    ffn_hidden_size: of the MLP; with experts no layer has one, and mixtral has that of an expert.
-    vocab_size, padded_vocab_size: rows of the embedding in transformers and in Megatron.
-    is_vocab_known: without it vocab_size is the padded size, and may count padding.
-    is_gelu_tanh: gpt2 only; the tanh approximation in place of the exact function.
-    rotary_base, is_rope_scaled: not gpt2; scaled by LLAMA3_SCALING.
     """
 
     family: Family
     num_layers: int
     hidden_size: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int  # of the MLP; mixtral, which has none, has an expert's
     num_heads: int
     num_query_groups: int
     head_dim: int
-    vocab_size: int
-    padded_vocab_size: int
+    vocab_size: int  # rows of the embedding in transformers
+    padded_vocab_size: int  # and in Megatron
     max_positions: int
     norm_eps: float
     is_tied: bool
-    rotary_base: int = 10000
-    is_rope_scaled: bool = False
-    is_gelu_tanh: bool = False
-    experts: Experts | None = None
-    is_vocab_known: bool = True
+    rotary_base: int = 10000  # not gpt2
+    is_rope_scaled: bool = False  # by LLAMA3_SCALING
+    is_gelu_tanh: bool = False  # gpt2: the tanh approximation in place of the exact function
+    experts: ExpertsShape | None = None
+    is_vocab_known: bool = True  # if not, vocab_size may count padding
 
     def __post_init__(self):
         if self.num_heads % self.num_query_groups:
@@ -98,7 +88,7 @@ class ModelShape:
         if self.experts is not None:
             self._check(self.experts)
 
-    def _check(self, experts: Experts) -> None:
+    def _check(self, experts: ExpertsShape) -> None:
         if self.family == "mixtral" and not experts.is_normalised:
             raise ConfigurationError(
                 "the softmax before the choice of experts (moe_router_pre_softmax = True) does not "
@@ -112,11 +102,11 @@ class ModelShape:
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share one key and value head."""
+        """Number of query heads that share a key and value head."""
         return self.num_heads // self.num_query_groups
 
     def size_of(self, dim: str) -> int:
-        """The size of a dimension of one of Megatron's tensors, by the name mapping.py gives it."""
+        """Return the size of a dimension of Megatron's tensors, by its name in mapping.py."""
         sizes = {
             "hidden": self.hidden_size,
             "head": self.head_dim,
@@ -137,7 +127,7 @@ class ModelShape:
 def describe_difference(
     where: str, shape: ModelShape, missing: list[str], foreign: list[str]
 ) -> str:
-    """One line about tensors that lack and tensors that do not belong."""
+    """Return a line that names missing tensors and tensors that no rule maps."""
     differences = []
     for names, verb in ((missing, "lacks"), (foreign, "has, and no rule maps,")):
         if names:

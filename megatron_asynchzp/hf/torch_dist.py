@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns Megatron's torch_dist checkpoints as a store of single tensors, read and written in one
-process without a process group.
-"""
+"""Reads and writes single tensors of Megatron's torch_dist checkpoints, in one process."""
 
 import functools
 import io
@@ -48,24 +46,24 @@ from megatron_asynchzp.errors import ConfigurationError
 def find_checkpoint(
     folder: Path, step: int | None = None, level: VerifyLevel = VerifyLevel.FULL
 ) -> Path:
-    """The checkpoint of `step`, or the one that training would start from, below Megatron's --load
-    folder. Warns of the newer ones that it skips.
+    """Return the checkpoint of `step`, or the one that training would start from, below --load.
 
-    Raises ConfigurationError where there is none that is intact and in the format torch_dist.
+    Warn of newer checkpoints that are skipped. Raise ConfigurationError unless it is intact and in
+    the format torch_dist.
     """
     try:
         choice = choose_checkpoint(folder, step, level=level)
     except ConfigurationError as error:
         raise ConfigurationError(str(error)) from None
     if choice is None:
-        raise ConfigurationError(f"--load {folder}: there is no checkpoint of Megatron in it")
+        raise ConfigurationError(f"--load {folder} holds no checkpoint of Megatron")
     for line in choice.lines:
         print(f"megatron_asynchzp: {line}", file=sys.stderr, flush=True)
     return choice.folder
 
 
 def read_arguments_of(checkpoint: Path) -> Namespace:
-    """Megatron's arguments that a checkpoint keeps. Raises ConfigurationError without them."""
+    """Return Megatron's arguments of a checkpoint, or raise ConfigurationError without them."""
     import megatron.core  # noqa: F401  # lets torch read classes of Megatron
 
     try:
@@ -78,7 +76,7 @@ def read_arguments_of(checkpoint: Path) -> Namespace:
 
 
 class TensorReader:
-    """Tensors of one checkpoint, read one at a time."""
+    """Reads the tensors of a checkpoint one at a time."""
 
     def __init__(self, checkpoint: Path):
         self._reader = FileSystemReader(checkpoint)
@@ -92,9 +90,9 @@ class TensorReader:
         return {key: it for key, it in entries.items() if isinstance(it, TensorStorageMetadata)}
 
     def read(self, key: str, place: tuple[int, ...] = ()) -> Tensor:
-        """The tensor `key`, or [place] of it, in the dtype it was saved in.
+        """Read `tensor[place]` of the tensor `key`, in the dtype it was saved in.
 
-        Other pieces of the tensor than those that overlap are not read.
+        Reads only the pieces that overlap with it.
         """
         stored = self.tensors[key]
         size, offsets = list(stored.size), [0] * len(stored.size)
@@ -131,20 +129,16 @@ class _IntoTensor(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor of a new checkpoint.
-
-    stack: how many tensors of `size` the key holds, stacked in as many leading dimensions; () for
-    one.
-    make: makes the tensor at a place in the stack, called once for each.
-    """
+    """A tensor of a new checkpoint, or a stack of tensors."""
 
     key: str
-    size: torch.Size
+    size: torch.Size  # of each tensor of the stack
     dtype: torch.dtype
-    stack: tuple[int, ...]
-    make: Callable[[tuple[int, ...]], Tensor]
+    stack: tuple[int, ...]  # sizes of the leading dimensions of the stack, () without one
+    make: Callable[[tuple[int, ...]], Tensor]  # called once for each place of the stack
 
     def write_items(self) -> Iterator[tuple[WriteItem, Callable[[], Tensor]]]:
+        """Yield torch's description of each tensor, and the function that makes it."""
         properties = TensorProperties(dtype=self.dtype)
         whole = torch.Size([*self.stack, *self.size])
         size = torch.Size([*[1] * len(self.stack), *self.size])
@@ -159,14 +153,14 @@ class TensorToWrite:
 def write_checkpoint(
     checkpoint: Path, tensors: list[TensorToWrite], objects: dict[str, Any]
 ) -> None:
-    """Write a torch_dist checkpoint, a tensor at a time. objects: pickled, by key."""
+    """Write tensors, one at a time, and objects, by key, as a torch_dist checkpoint."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     checkpoint.mkdir(parents=True)
     writer, planner = FileSystemWriter(checkpoint), _OneByOne(tensors, objects)
     try:
         save({}, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:  # wraps whatever happened, an interrupt too
+    except CheckpointException as error:  # wraps any exception, an interrupt too
         raise error.failures[0][0] from None
     index = FileSystemReader(checkpoint).read_metadata()
     replace_file(checkpoint / METADATA, pickle_index(index))

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the stream of a running Megatron model's weights in the names of transformers: what is
-gathered, sent and converted when.
+"""Streams the weights of a running Megatron model in the names of transformers.
+
+Owns what is gathered, sent and converted when.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from megatron_asynchzp.weight_delta import WeightDelta
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
 from megatron_asynchzp.zero.unit import HZPUnit
 
-# Of the tensors that travel together, as long as one alone is not larger.
+# Most bytes of tensors that are sent together, unless a single one is larger.
 _TOGETHER_NBYTES = 64 << 20
 type _Boxes = dict[int, list[HeldBox]]  # by the rank at the other end
 
@@ -45,38 +46,42 @@ def stream_weights(
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name in transformers and value of each tensor of a model that trains with --use-asynchzp, in
-    order of use: embeddings, layers, final norm, output layer. Between two steps. Collective over
-    the world: every rank calls it and takes all that it yields, which is nothing on ranks that
-    do not receive.
+    """Yield name and value of each tensor of a model that trains with --use-asynchzp.
 
-    model: the chunks that Megatron's setup gives.
-    receivers: global ranks that get every tensor, the same on all ranks. None: all.
-    dtype: what values are rounded to before they are sent; None: as the model computes.
-    vocab_size: rows of the embedding that are no padding, where Megatron's --vocab-size lacks.
+    The names are those of transformers, in order of use: embeddings, layers, final norm, output
+    layer. Call it between two steps. Collective over the world: every rank calls it and exhausts
+    the iterator, which is empty on ranks that do not receive.
 
-    A tensor is the receiver's own, on the device of the model; what is no part of the embedding's
-    padding has the bits that `asynchzp hf export` gives of a checkpoint of this step. A rank holds
-    at a time, beside its shards: its part of one layer (or of what lies before or after all
-    layers), 64 MiB or one tensor of what others sent, and one tensor in two copies. Together that
-    is at most two units, a unit being a layer or an embedding without tensor parallelism.
+    The receiver owns the tensors, on the device of the model. Their bits are those that
+    `asynchzp hf export` makes of a checkpoint of this step, except in rows of padding. In addition
+    to its shards a rank holds its part of one layer (or of the tensors before or after all layers),
+    64 MiB or one tensor from other ranks, and one tensor in two copies: together at most two units,
+    a unit being a layer or an embedding without tensor parallelism.
 
-    Raises ConfigurationError on all ranks, before anything is sent: for a model that has no
-    mapping or other tensors than its mapping, within a step, and for ranks that ask for different
-    things.
+    Args:
+        model: The chunks that Megatron's setup gives.
+        receivers: Global ranks that get every tensor, the same on all ranks; by default all.
+        dtype: Values are rounded to it before they are sent; by default the model's.
+        vocab_size: Rows of the embedding that are not padding, if Megatron has no --vocab-size.
+
+    Raises:
+        ConfigurationError: On all ranks, before anything is sent: the model has no mapping or other
+            tensors than its mapping, a step is in progress, or ranks ask for different things.
     """
     return WeightStream("stream_weights()", model, receivers, dtype, vocab_size).weights()
 
 
 def mark_weights(model: Sequence[Any], name: str) -> None:
-    """Record from now on which weights change, for stream_changes(model, since=name), as
-    ShardedModel.mark_weights: on every rank, between two steps."""
+    """Record from now on which weights change, for stream_changes(model, since=name).
+
+    Call it on every rank, between two steps. See ShardedModel.mark_weights.
+    """
     for chunk in _chunks(model):
         mark(chunk.runtime, name)
 
 
 def forget_mark(model: Sequence[Any], name: str) -> None:
-    """Record nothing for `name` any more. Raises ConfigurationError where it is no mark."""
+    """Stop recording for `name`, or raise ConfigurationError if it is no mark."""
     for chunk in _chunks(model):
         drop_mark(chunk.runtime, name)
 
@@ -88,36 +93,37 @@ def stream_changes(
     receivers: Collection[int] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[WeightDelta]:
-    """Stream the deltas that turn what stream_weights gave at mark_weights(model, since) into what
-    it gives now, bit for bit, by apply_delta. Tensors without a change do not come. Arguments and
-    errors otherwise as for stream_weights; flags of what changed are converted as the values are,
-    so that it takes up to three units of memory.
+    """Yield the changes of the weights since mark_weights(model, since).
 
-    Raises ConfigurationError on all ranks where one has no such mark.
+    apply_delta turns the tensors that stream_weights gave then into those that it gives now, bit
+    for bit. Unchanged tensors are left out. Takes up to three units of memory, because the masks of
+    changes are converted as the values are.
+
+    Other arguments and errors are those of stream_weights. All ranks raise ConfigurationError
+    if one has no such mark.
     """
     stream = WeightStream("stream_changes()", model, receivers, None, vocab_size, since=since)
     return stream.changes()
 
 
 class WeightStream:
-    """Plan of a stream: what is sent to whom, agreed on by all ranks.
+    """The plan of a stream, on which all ranks agreed.
 
-    what: the caller, for messages; since: a mark, for what changed since then; refuse: raises
-    ConfigurationError or OSError for what else this rank refuses. Other arguments as for
-    stream_weights.
+    `caller` names the public function in messages. With the mark `since` only changes are sent.
+    `check` raises ConfigurationError or OSError for what else this rank refuses.
     """
 
     def __init__(
         self,
-        what: str,
+        caller: str,
         model: Sequence[Any],
         receivers: Collection[int] | None,
         dtype: torch.dtype | None,
         vocab_size: int | None,
         since: str | None = None,
-        refuse: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ):
-        self._what, self._rank = what, dist.get_rank()
+        self._caller, self._rank = caller, dist.get_rank()
         self._dtype, self._since = dtype, since
         wanted = tuple(range(dist.get_world_size()) if receivers is None else sorted(receivers))
 
@@ -128,8 +134,8 @@ class WeightStream:
                 )
             if dtype is not None and dtype not in TRAINED_DTYPES:
                 raise ConfigurationError(f"dtype = {dtype}: weights are in fp32, bf16 or fp16")
-            self._refuse_model(model)
-            refuse()
+            self._check_model(model)
+            check()
             read_arguments(_arguments(), vocab_size)
             dense = model[0].groups["dense"]
             return described_boxes(model), dense.ranks if dense.topology.rank == 0 else None
@@ -150,8 +156,11 @@ class WeightStream:
         self._begun = _begun_in(model)
 
     def _agree(self, asked: Any, own_part: Callable[[], Any]) -> list[Any]:
-        """own_part() of all ranks. Collective over the world. Raises ConfigurationError on all
-        ranks where it does on one, and where they ask for different things."""
+        """Return own_part() of all ranks. Collective over the world.
+
+        All ranks raise ConfigurationError if own_part() does on one, or if they ask for different
+        things.
+        """
         problem = mine = None
         try:
             mine = own_part()
@@ -159,14 +168,14 @@ class WeightStream:
             problem = str(error)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (problem, asked, mine))
-        problems = [found for found, *_ in everyone if found is not None]
+        problems = [told for told, *_ in everyone if told is not None]
         if not problems and any(of_rank != asked for _, of_rank, _ in everyone):
             problems = ["ranks ask for different receivers, dtypes, marks or vocabularies"]
         if problems:
-            raise ConfigurationError(f"{self._what}: {problems[0]}")
+            raise ConfigurationError(f"{self._caller}: {problems[0]}")
         return [part for *_, part in everyone]
 
-    def _refuse_model(self, model: Sequence[Any]) -> None:
+    def _check_model(self, model: Sequence[Any]) -> None:
         for chunk in _chunks(model):
             chunk.runtime.refuse_use()
             if chunk.runtime.is_in_step:
@@ -177,14 +186,15 @@ class WeightStream:
 
     @property
     def is_receiver(self) -> bool:
+        """Whether this rank gets the tensors."""
         return self._rank in self._routes.receivers
 
     def dtype_of(self, rule: TensorRule) -> torch.dtype:
-        """Return the dtype in which the tensors of a rule are handed over."""
+        """Return the dtype in which the receivers get a rule's tensors."""
         return self._dtype or self._dtypes[self._keys[rule.key]]
 
-    # Not under torch.no_grad(), which would keep what was yielded last while the next is made: what
-    # is gathered asks for no gradient.
+    # Gathered tensors require no gradient. torch.no_grad() would keep the last yielded tensor alive
+    # while the next is made.
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See stream_weights."""
@@ -202,19 +212,19 @@ class WeightStream:
                     yield delta
 
     def _delivered(self) -> Iterator[tuple[Job, Elements]]:
-        """Each job in order of use with the elements of its tensor, which the caller takes out;
-        none where this rank does not receive."""
+        """Yield each job in order of use with received elements, from which the caller removes
+        those of the job. Yields nothing on ranks that do not receive."""
         exchanges = self._exchanges()
         last_uses = {
             box.address[:2]: index
             for index, jobs in enumerate(exchanges)
             for box in self._boxes_to_gather(jobs)
         }
-        units: dict[tuple[int, int], _Gathered] = {}
+        units: dict[tuple[int, int], _GatheredUnit] = {}
         for index, jobs in enumerate(exchanges):
             if _begun_in(self._model) != self._begun:
                 raise ConfigurationError(
-                    f"{self._what}: a step began before all weights were taken"
+                    f"{self._caller}: a step began before all weights were taken"
                 )
             for box in self._boxes_to_gather(jobs):
                 if box.address[:2] not in units:
@@ -226,7 +236,7 @@ class WeightStream:
             del elements  # before the next units are gathered
 
     def _exchanges(self) -> list[list[Job]]:
-        """Return all jobs in order of use, cut into those whose tensors travel together."""
+        """Return all jobs in order of use, in groups whose tensors are sent together."""
         exchanges: list[list[Job]] = []
         for _, jobs in groupby(jobs_in_order_of_use(self.shape), lambda job: job.part):
             filled = _TOGETHER_NBYTES
@@ -246,8 +256,8 @@ class WeightStream:
     # ---- units
 
     def _boxes_to_gather(self, jobs: Sequence[Job]) -> Iterator[HeldBox]:
-        """Yield boxes of units that this rank gathers, because it or a rank that gathers with it
-        sends them or takes them itself."""
+        """Yield the boxes of units that this rank gathers: it, or a rank that gathers the unit with
+        it, sends or keeps them."""
         for box in self._boxes_of(jobs):
             if self._rank not in box.holders:
                 continue
@@ -260,25 +270,25 @@ class WeightStream:
             if self._routes.serves(box.holders, together):
                 yield box
 
-    def _gather(self, address: Address) -> "_Gathered":
-        """The one place where values come from."""
+    def _gather(self, address: Address) -> "_GatheredUnit":
+        """Gather the unit that holds a box of this address."""
         self._model[address.chunk].runtime.settle()
         unit = unit_at(self._model, address)
         marks = None if self._since is None else whole_marks(unit, self._since)
-        return _Gathered(unit, whole_unit(unit), marks)
+        return _GatheredUnit(unit, whole_unit(unit), marks)
 
     # ---- boxes
 
     def _exchange(
-        self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_Gathered"]
+        self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_GatheredUnit"]
     ) -> Elements:
-        """Send what others take from this rank. Where it receives, the elements of every box."""
+        """Exchange the boxes of `jobs` between all ranks, and return those of this receiver."""
         elements: Elements = {}
         sent: _Boxes = {}
         received: _Boxes = {}
         for box in self._boxes_of(jobs):
             sources = self._routes.sources(box.holders)
-            takers = [taker for taker, source in sources.items() if source == self._rank]
+            takers = [to for to, source in sources.items() if source == self._rank]
             if takers:
                 elements[box] = self._own_box(box, units.get(box.address[:2]))
             elif self.is_receiver:
@@ -307,9 +317,9 @@ class WeightStream:
         for source, boxes in received.items():
             yield source, self._rank, boxes
 
-    def _own_box(self, box: HeldBox, gathered: "_Gathered | None") -> BoxElements:
+    def _own_box(self, box: HeldBox, gathered: "_GatheredUnit | None") -> BoxElements:
         dtype = self._dtype or box.dtype
-        if gathered is None:  # nothing of the unit has changed
+        if gathered is None:  # no element of the unit has changed
             return BoxElements.to_receive(box.numel, dtype, self._device, count=0)
         values = elements_of(box, gathered.unit, gathered.values).to(dtype)
         marks = gathered.marks
@@ -320,7 +330,7 @@ class WeightStream:
     def _tell_counts(
         self, elements: Elements, sent: _Boxes, received: _Boxes
     ) -> dict[HeldBox, int]:
-        """Tell how many elements come of each box that this rank receives."""
+        """Exchange the number of elements of each box, and return those that this rank receives."""
         parcels, coming = [], dict[int, Tensor]()
         for source, receiver, boxes in self._ways(sent, received):
             counts = [elements[box].count if source == self._rank else 0 for box in boxes]
@@ -335,7 +345,7 @@ class WeightStream:
         }
 
     def _joined(self, job: Job, elements: Elements) -> tuple[Tensor, Tensor | None]:
-        """The tensor of a job as Megatron has it without tensor parallelism; see join."""
+        """Return the tensor of a job without tensor parallelism, and its mask; see join."""
         boxes, size = self._boxes[job.rule.key, job.place], job.rule.megatron_size(self.shape)
         return join(elements, boxes, len(job.place), size)
 
@@ -344,12 +354,10 @@ class WeightStream:
         return self._model[0].units[0].device
 
 
-class _Gathered(NamedTuple):
-    """values: of the whole unit, 1-D; marks: see whole_marks, None where all elements count."""
-
+class _GatheredUnit(NamedTuple):
     unit: HZPUnit
-    values: Tensor
-    marks: Tensor | None
+    values: Tensor  # of the whole unit, 1-D
+    marks: Tensor | None  # of whole_marks; None: all elements are sent
 
 
 def _arguments() -> Any:
@@ -360,12 +368,12 @@ def _arguments() -> Any:
 
 
 def _begun_in(model: Sequence[AsyncHZPDataParallel]) -> list[tuple[int, bool]]:
-    """Return what a step's begin changes, whatever its number: one may be repeated."""
+    """Return values that change when a step begins, even if it repeats a step's number."""
     return [(chunk.runtime.num_begun, chunk.runtime.is_in_step) for chunk in model]
 
 
 def _chunks(model: Sequence[Any]) -> Sequence[AsyncHZPDataParallel]:
-    """Raises ConfigurationError for what is not the model of a run with --use-asynchzp."""
+    """Return the model, or raise ConfigurationError if it is none of a run with --use-asynchzp."""
     if isinstance(model, torch.nn.Module) or not all(
         isinstance(chunk, AsyncHZPDataParallel) for chunk in model
     ):

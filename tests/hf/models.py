@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Experts, ModelShape
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ExpertsShape, ModelShape
 
 VOCABULARY, POSITIONS = 101, 32
 
@@ -105,19 +105,19 @@ def shapes() -> dict[str, ModelShape]:
             num_query_groups=2,
             is_tied=False,
             rotary_base=1000000,
-            experts=Experts(4, 2, 96, is_normalised=True),
+            experts=ExpertsShape(4, 2, 96, is_normalised=True),
         ),
         "qwen3_moe": ModelShape(
             **{**llama, "family": "qwen3_moe", "head_dim": 32},
             num_query_groups=2,
             is_tied=False,
-            experts=Experts(4, 2, 48, is_normalised=True),
+            experts=ExpertsShape(4, 2, 48, is_normalised=True),
         ),
         "qwen3_moe-tied-softmax-of-all": ModelShape(
             **{**llama, "family": "qwen3_moe"},
             num_query_groups=2,
             is_tied=True,
-            experts=Experts(8, 3, 48, is_normalised=False),
+            experts=ExpertsShape(8, 3, 48, is_normalised=False),
         ),
         "gpt2": ModelShape(**{**gpt2, "ffn_hidden_size": 256}, is_tied=True),
         "gpt2-untied": ModelShape(**{**gpt2, "ffn_hidden_size": 80}, is_tied=False),

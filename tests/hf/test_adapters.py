@@ -129,7 +129,7 @@ def test_what_cannot_be_merged_is_refused_by_name(folders):
         ("base", 2.0, "--adapter-alpha 2: .* has no adapters"),
         ("whole", float("nan"), "--adapter-alpha nan: give a finite number"),
         ("whole", float("inf"), "--adapter-alpha inf: give a finite number"),
-        ("part", 2.0, f"no {LINEAR}.weight; --base DIR"),
+        ("part", 2.0, f"no {LINEAR}.weight; add --base DIR"),
         ("half", 2.0, f"no {out_key}"),
         ("other sizes", 2.0, f"{LINEAR} has size .* does not fit"),
         ("dora", 2.0, "has, and no rule maps, .*weight_magnitude"),

@@ -171,7 +171,7 @@ def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(chang
 
 
 def test_a_folder_that_holds_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="there is no checkpoint of Megatron"):
+    with pytest.raises(ConfigurationError, match="holds no checkpoint of Megatron"):
         export_model(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigurationError, match="--ckpt-step 5: .*there is no such directory"):
         export_model(tmp_path, tmp_path / "out", step=5)

@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a file of something else": ("llama", written(ONE, HTML), f"{ONE}.*download"),
     "a shard that is gone": ("shards", lambda f: shard_of(f).unlink(), "no model-00002-of.*copy"),
     "an index that is no JSON": ("shards", cut(INDEX, 0.5), f"{INDEX} is not JSON"),
-    "an index that is a list": ("shards", written(INDEX, "[1]"), f"{INDEX} is not an object"),
+    "an index that is a list": ("shards", written(INDEX, "[1]"), f"{INDEX} is not a JSON object"),
     "an index without a map": (
         "shards", entries(INDEX, lambda i: i.pop("weight_map")), "no weight_map"),
     "an index whose map is a list": (
@@ -264,8 +264,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "llama", lambda f: (f / CONFIG).unlink(), "no config.json"),
     "nothing": ("llama", only(), "no config.json"),
     "a link to nothing": (
-        "llama", a_link_to_nothing, f"{ONE} is a link to a file that is not there"),
-    "a configuration of nothing": ("llama", written(CONFIG, "[]"), "config.json is not an object"),
+        "llama", a_link_to_nothing, f"{ONE} is a link to a missing file"),
+    "a configuration of nothing": (
+        "llama", written(CONFIG, "[]"), "config.json is not a JSON object"),
     "a configuration of bytes": (
         "llama", written(CONFIG, b"\xff\xfe\x00"), "config.json is not JSON"),
     "no kind of model": ("llama", config_without("model_type"), "model_type"),

@@ -193,7 +193,7 @@ REFUSED = {
     "--use-asynchzp",
     "bare": "stream_weights(): the model is not the list of chunks of a run with --use-asynchzp",
     "unknown mark": "stream_changes(): no mark 'monday' of the weights; there are: start",
-    "occupied": "save_hf(): FOLDER is there already and not empty; name another",
+    "occupied": "save_hf(): FOLDER exists and is not empty; name another folder",
     "not writable": "save_hf(): [Errno 17] File exists: 'FOLDER/config.json'",
     "unknown": "stream_weights(): the model has squared ReLU (squared_relu = True), which does "
     "not map",

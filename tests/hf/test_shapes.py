@@ -77,8 +77,8 @@ def test_what_no_expert_computes_with_does_not_change_the_shape(changes):
 @pytest.mark.parametrize(
     "name, changes, output",
     [
-        ("qwen2", {"num_experts": 8}, r"experts \(num_experts = 8\) beside biases"),
-        ("gpt2", {"num_experts": 8}, r"experts \(num_experts = 8\) beside biases"),
+        ("qwen2", {"num_experts": 8}, r"experts \(num_experts = 8\) with biases"),
+        ("gpt2", {"num_experts": 8}, r"experts \(num_experts = 8\) with biases"),
         ("mixtral", {"swiglu": False}, "without SwiGLU"),
         ("mixtral", {"moe_layer_freq": [0, 1]}, r"by a pattern of layers .*\[0, 1\]"),
         ("mixtral", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
