@@ -33,7 +33,7 @@ BUDGETS = {
     "commands": 3060,
     "cpu_platform": 998,
     "failure": 900,
-    "hf": 2823,
+    "hf": 2838,
     "library": 2764,
     "mcore": 10100,
     "planner": 4291,
