@@ -66,7 +66,7 @@ def finished(left: Unfinished | None) -> Steps:
         then()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AxisGroup:
     """A mesh axis and the process group along it, for one kind of operation.
 

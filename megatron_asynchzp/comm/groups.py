@@ -21,7 +21,8 @@ _REAL_NBYTES = 1 << 24
 _TORCH_NAMES = "_hash_ranks_to_str"  # names a group whose ranks alone create it
 
 
-@dataclass(frozen=True)
+# Compared by identity: without communicators the groups of one rank would all be equal.
+@dataclass(frozen=True, eq=False)
 class ShardGroups:
     """The axes of a topology with their communicators, innermost axis first.
 

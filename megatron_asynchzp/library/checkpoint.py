@@ -25,7 +25,7 @@ _PARAMS = "params"
 """Of a group that is saved: the names of its parameters."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelCheckpoint:
     """Keys and contents as in ShardedModel.state_dict. parts: all that this rank holds; is_first:
     whether it saves what all ranks have."""

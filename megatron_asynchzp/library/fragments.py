@@ -14,7 +14,7 @@ from megatron_asynchzp.zero.guard import SHARDED_AS
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldFragment:
     """The part of one parameter that this rank holds.
 
@@ -32,7 +32,7 @@ class HeldFragment:
         return ShardedState(self.shape, self.held, values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainedFragment(HeldFragment):
     """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
     over the ranks take this part from this rank, not from a replica of it."""

@@ -32,7 +32,12 @@ from megatron_asynchzp.mcore.shard_groups import (
     communication_device,
     create_shard_groups,
 )
-from megatron_asynchzp.mcore.units import plan_megatron_units, seat_captured, sharding_group_key
+from megatron_asynchzp.mcore.units import (
+    mark_softmax_offsets,
+    plan_megatron_units,
+    seat_captured,
+    sharding_group_key,
+)
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params
@@ -89,6 +94,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             )
         refuse_params(module)
         forget_copies(module, config)
+        mark_softmax_offsets(module)
         plans = seat_captured(module, plan_megatron_units(module, index))
         try:
             self.runtime = HZPRuntime(

@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.collectives import Steps
 from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
@@ -155,8 +156,10 @@ class _Exchange:
 
 def _rounds_of(matrices: Sequence[Matrix]) -> Iterator[Round]:
     """The rounds of each sharding group, one group after the other."""
-    for groups in dict.fromkeys(matrix.unit.groups for matrix in matrices):
-        together = [matrix for matrix in matrices if matrix.unit.groups is groups]
+    by_groups: dict[ShardGroups, list[Matrix]] = {}
+    for matrix in matrices:
+        by_groups.setdefault(matrix.unit.groups, []).append(matrix)
+    for groups, together in by_groups.items():
         yield from plan_rounds(together, [cost_of(matrix.shape) for matrix in together], groups)
 
 

@@ -49,20 +49,41 @@ def clip_scores(
 
     Source: megatron.core.optimizer.qk_clip, and `clip_qk` of its attention modules.
     """
-    largest, group = 0.0, parallel_state.get_data_parallel_group(with_context_parallel=True)
+    largest = 0.0
     clipped: list[tuple[nn.Parameter, _Clip, Any, torch.Tensor]] = []
-    for attention in _attentions(chunks):
-        core = attention.core_attention
-        scores, core.current_max_attn_logits = core.current_max_attn_logits, None
-        if scores is None:
-            continue
-        dist.all_reduce(scores, dist.ReduceOp.MAX, group)
+    for attention, scores in _largest_scores(chunks, runtimes[0].units[0].device):
         largest = max(largest, (highest := scores.max()).item())
         if not log_max_only and highest > attention.config.qk_clip_threshold:
             clipped += [(*one, attention, scores) for one in _weights_of(attention)]
     if not log_max_only:
         _scale_rows(clipped, runtimes)
     return largest
+
+
+def _largest_scores(
+    chunks: Sequence[nn.Module], device: torch.device
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each attention with the largest score of each of its heads, fp32, over the ranks with
+    the same heads. Collective over them.
+
+    A rank without a micro-batch has no scores. It takes part all the same: the others wait for it,
+    and it holds a part of the rows that they clip.
+    """
+    attentions = list(_attentions(chunks))
+    if not attentions:
+        return
+    of_layers: list[torch.Tensor] = []
+    for attention in attentions:
+        core = attention.core_attention
+        scores, core.current_max_attn_logits = core.current_max_attn_logits, None
+        if scores is None:
+            heads = attention.num_attention_heads_per_partition
+            scores = torch.full((heads,), -torch.inf, device=device)
+        of_layers.append(scores.float())
+    together = torch.cat(of_layers)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group)
+    yield from zip(attentions, together.split([len(scores) for scores in of_layers]), strict=True)
 
 
 def _scale_rows(

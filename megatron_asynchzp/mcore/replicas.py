@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
 from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.mcore.units import units_by_groups
 from megatron_asynchzp.sharding.value_hash import value_hash
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -38,8 +39,7 @@ def compare_replicas(
     found: list[str] = []
     for runtime in runtimes:
         runtime.settle()
-        for groups in dict.fromkeys(unit.groups for unit in runtime.units):
-            units = [unit for unit in runtime.units if unit.groups is groups]
+        for groups, units in units_by_groups(runtime.units).items():
             trained = [unit for unit in units if unit.is_trained]
             param_size = groups.topology.sizes.param
             holders = [one for one in groups.all_reduce_axes if one.axis.stride >= param_size]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a Megatron model are units, and which of these have their gradients late."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
+from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -104,6 +105,23 @@ def _captured_parts(layer: Any) -> list[nn.Module]:
     if impl == "local" and hasattr(layer, "cudagraph_manager"):
         return [layer]
     return []
+
+
+def units_by_groups(units: Iterable[HZPUnit]) -> dict[ShardGroups, list[HZPUnit]]:
+    """List the units of each sharding group, in their order."""
+    by_groups: dict[ShardGroups, list[HZPUnit]] = {}
+    for unit in units:
+        by_groups.setdefault(unit.groups, []).append(unit)
+    return by_groups
+
+
+def mark_softmax_offsets(root: nn.Module) -> None:
+    """Mark the offsets of --softmax-type learnable as divided over tensor-parallel ranks, each of
+    which has those of its own heads. Megatron does not: its norm has the first rank's alone."""
+    for module in root.modules():
+        offset: Any = getattr(module, "softmax_offset", None)
+        if isinstance(offset, nn.Parameter):
+            offset.tensor_model_parallel, offset.partition_dim = True, 0
 
 
 def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:

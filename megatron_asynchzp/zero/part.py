@@ -19,7 +19,7 @@ class Engine(Protocol):
     def complete(self, units: list[HZPUnit]) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Attention, say, or the experts of a layer, whose backward is a run of autograd of its own.
 

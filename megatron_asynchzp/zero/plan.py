@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnitPlan:
     """One unit to be: its parameters and the modules whose calls need them.
 

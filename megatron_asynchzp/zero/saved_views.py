@@ -23,7 +23,7 @@ _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedView:
     """A strided view of a unit's full parameters, without their memory. views: who packed it;
     version: of the parameters, None where any other will do as well."""

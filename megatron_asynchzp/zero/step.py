@@ -32,7 +32,7 @@ from megatron_asynchzp.zero.sent_check import SentCheck
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeepBudgets:
     """Budgets of what the model chunks of a rank keep from one micro-batch to a later one. params,
     grads: None where nothing is kept."""

@@ -76,7 +76,7 @@ def fill_rounds(numels: Sequence[int], owners: Sequence[int], limit: int) -> lis
     return rounds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Hop:
     """The exchange along one axis, as this rank takes part in it.
 

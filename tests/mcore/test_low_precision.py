@@ -4,14 +4,15 @@
 
 import sys
 from argparse import Namespace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.version import Version
+from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.low_precision import refuse_missing_te
+from megatron_asynchzp.mcore.low_precision import refuse_missing_te, send_codes
 
 
 def asked(recipe: str | None, graphs: str = "none") -> Namespace:
@@ -96,3 +97,44 @@ def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, 
     refuse_missing_te(asked(recipe))
     installed("2.18.0")
     assert f"no {question} here" in refusal(recipe)
+
+
+def test_layers_that_stay_in_bf16_at_either_end_gather_no_codes(monkeypatch):
+    from megatron.core import fp8_utils
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+    class Layer(nn.Module, BaseTransformerLayer):
+        def __init__(self, number: int):
+            super().__init__()
+            self.layer_number, self.linear = number, nn.Linear(2, 2)
+            self.linear._fp8_workspaces = {}
+
+    class Unit:
+        def __init__(self, layer: Layer):
+            self.params, self.sent = list(layer.parameters()), []
+            self.param_names = [name for name, _ in layer.named_parameters()]
+
+        def send_in_codes(self, names: list[str], grid: Any, is_computing: Any) -> None:
+            self.sent = names
+
+    recipe = SimpleNamespace(
+        float8_block_scaling=lambda: False,
+        float8_current_scaling=lambda: True,
+        fp8_quant_fwd_weight=SimpleNamespace(power_2_scale=False, amax_epsilon=0.0),
+    )
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _: recipe)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        module.fp8 = None  # pyright: ignore[reportAttributeAccessIssue]
+    config = SimpleNamespace(
+        fp8="e4m3",
+        fp4=None,
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=2,
+        num_layers_at_end_in_bf16=1,
+        num_layers=6,
+    )
+    layers = nn.ModuleList(Layer(number) for number in range(1, 7))  # Megatron counts from 1
+    units: Any = [Unit(layer) for layer in layers]
+    send_codes(layers, config, units)
+    assert [unit.sent for unit in units] == [[], [], *[["linear.weight"]] * 3, []]

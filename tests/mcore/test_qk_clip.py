@@ -49,46 +49,63 @@ def new_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def new_model(is_latent: bool, dtype: torch.dtype, scores: Sequence[float]) -> Any:
+def new_model(
+    is_latent: bool, dtype: torch.dtype, scores: Sequence[float], of_last: Sequence[float]
+) -> Any:
+    """Three layers with attention: with `scores`, with scores that nothing clips, with `of_last`;
+    and one without attention."""
     model: Any = nn.Module()
     model.decoder = nn.Module()
-    model.decoder.layers = nn.ModuleList(nn.Module() for _ in range(2))
-    for layer, own in zip(model.decoder.layers, (scores, [1.0] * HEADS), strict=True):
+    model.decoder.layers = nn.ModuleList(nn.Module() for _ in range(3))
+    for layer, own in zip(model.decoder.layers, (scores, [1.0] * HEADS, of_last), strict=True):
         layer.self_attention = new_attention(is_latent, dtype, own)
-    model.decoder.layers.append(nn.LayerNorm(HIDDEN, dtype=dtype))  # without attention
+    model.decoder.layers.append(nn.LayerNorm(HIDDEN, dtype=dtype))
     return model
 
 
 def clip_both(
     is_latent: bool, dtype: torch.dtype, sizes: Sequence[Sequence[int]]
 ) -> list[tuple[Any, Any]]:
-    """Weights as they compute and main parameters: of stock, and of ours for each sizes."""
+    """The names of weights, as they compute and as main parameters, that are not those of stock,
+    for each sizes. All ranks have the same heads: half of them are context-parallel ranks. Odd ones
+    have had no micro-batch in the last layer."""
     from unittest import mock
 
     from megatron.core import parallel_state
     from megatron.core.optimizer.qk_clip import clip_qk
 
     from megatron_asynchzp.mcore.qk_clip import clip_scores
-    from megatron_asynchzp.mcore.whole_tensors import whole_params
+    from megatron_asynchzp.mcore.whole_tensors import whole_marks, whole_params
 
     rank = dist.get_rank()
     scores = [[5.0, 1.0, 1.0, 2.5], [1.0, 3.0, 1.5, 2.0]][rank % 2]
+    of_last = [[4.0, 1.0, 2.5, 1.0], [-torch.inf] * HEADS][rank % 2]
     found = []
-    with mock.patch.object(parallel_state, "get_data_parallel_group", lambda **_: dist.group.WORLD):
-        whole = new_model(is_latent, dtype, scores)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def group_of(with_context_parallel: bool = False) -> Any:
+        return dist.group.WORLD if with_context_parallel else alone
+
+    with mock.patch.object(parallel_state, "get_data_parallel_group", group_of):
+        whole = new_model(is_latent, dtype, scores, of_last)
         for param in whole.parameters():
             param.main_param = param.detach().float().clone()
         wrapped = SimpleNamespace(module=SimpleNamespace(module=whole))
-        del whole.decoder.layers[2]
+        del whole.decoder.layers[3]
         largest = clip_qk([wrapped])
         named = dict(whole.named_parameters())
+        before = new_model(is_latent, dtype, scores, of_last)
+        clipped = [n for n, p in before.named_parameters() if n in named and not p.equal(named[n])]
         expected = {name: (p.detach(), p.main_param) for name, p in named.items()}
         for each in sizes:
-            model = new_model(is_latent, dtype, scores)
+            model = new_model(is_latent, dtype, scores, of_last)
+            if rank % 2:
+                model.decoder.layers[2].self_attention.core_attention.current_max_attn_logits = None
             sharded = shard(
                 model, model.decoder.layers, ShardSizes(each[0], each[1], each[2]), new_sgd
             )
             runtime = sharded.runtime
+            sharded.mark_weights("unclipped")
             assert clip_scores([model], [runtime], False) == largest == 5.0
             same = {
                 name: torch.equal(value, expected[name][0])
@@ -104,11 +121,13 @@ def clip_both(
             attention = model.decoder.layers[0].self_attention
             assert attention.core_attention.current_max_attn_logits is None
             assert clip_scores([model], [runtime], False) == 0.0
+            for unit in runtime.units:  # a stream of the changes takes all of what was clipped
+                if not set(unit.param_names).isdisjoint(clipped):
+                    same[f"marks of {unit.name}"] = whole_marks(unit, "unclipped") is None
             found.append((each, [name for name, is_same in same.items() if not is_same]))
             sharded.close()
-    before = new_model(is_latent, dtype, scores)
-    changed = [n for n, p in before.named_parameters() if n in named and not p.equal(named[n])]
-    assert changed and all("layers.0" in name and "bias" not in name for name in changed)
+    assert {name.split(".")[2] for name in clipped} == {"0", "2"}
+    assert not any("bias" in name for name in clipped)
     return found
 
 
@@ -144,7 +163,7 @@ def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_i
     monkeypatch.setattr("megatron_asynchzp.at_rest.host_states.move_to_host", lambda *_: None)
     args, settings = SimpleNamespace(qk_clip=True, rank=1), RunSettings(ShardSizes(1, 1, 1))
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1, rank=lambda: 1))
-    model = new_model(False, torch.float32, [1.0] * HEADS)
+    model = new_model(False, torch.float32, [1.0] * HEADS, [1.0] * HEADS)
     model.runtime = None
     assert _wrap(args, settings, [model], None, groups) == [model]
     del model.decoder.layers[1].self_attention._clip_linear_qkv

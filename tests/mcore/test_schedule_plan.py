@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's overlapped schedule, which runs a layer in parts, trains on shards as in stock."""
 
+from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.mcore.schedule_plan import keeping_late_grads
+from megatron_asynchzp.mcore.schedule_plan import keeping_late_grads, tell_of_parts
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
@@ -70,6 +72,71 @@ def test_gradients_that_come_late_in_a_graph_are_left_where_a_replay_leaves_them
         assert weight.main_grad.eq(2).all() and weight.grad is None and kept == {weight}
     model[1].backward_dw()  # pyright: ignore
     assert weight.grad is not None
+
+
+class Tied(nn.Module):
+    """A dense model of one layer whose output layer has the weight of the embedding, with a
+    schedule plan as Megatron's."""
+
+    pre_process = post_process = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        layer: Any = nn.Linear(2, 2)
+        layer.is_moe_layer = layer.recompute_pre_mlp_layernorm = False
+        self.decoder: Any = nn.Module()
+        self.decoder.layers = nn.ModuleList([layer])
+        self.decoder.final_layernorm = nn.LayerNorm(2)
+        self.output_layer = nn.Module()
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter:
+        return self.embedding.weight
+
+    def build_schedule_plan(self) -> Any:
+        def node() -> Any:
+            return SimpleNamespace(forward_func=None, backward_func=None)
+
+        layer = SimpleNamespace(
+            layer=self.decoder.layers[0],
+            moe_combine=None,
+            pre_dispatch_computation=node(),
+            mlp=node(),
+        )
+        return SimpleNamespace(
+            pre_process=node(),
+            post_process=node(),
+            num_layers=lambda: 1,
+            get_layer=lambda index: layer,
+        )
+
+
+class Units:
+    """Records what each part of a plan needs and completes."""
+
+    def __init__(self, model: Tied):
+        Unit = namedtuple("Unit", "name params")
+        self.units = [
+            Unit("words", (model.embedding.weight,)),
+            Unit("layer", tuple(model.decoder.layers.parameters())),
+            Unit("norm", tuple(model.decoder.final_layernorm.parameters())),
+        ]
+        self.parts: list[tuple[list[str], list[str]]] = []
+
+    def part(self, units: list, completes: list, recomputed: list) -> None:
+        assert not recomputed
+        self.parts.append(([one.name for one in units], [one.name for one in completes]))
+
+
+def test_the_output_of_a_tied_model_needs_the_embedding_whose_gradient_its_first_part_completes():
+    model = Tied()
+    units: Any = Units(model)
+    tell_of_parts(model, units)
+    model.build_schedule_plan()
+    first, *of_layer, last = units.parts
+    assert first == (["words"], ["words"])
+    assert of_layer == [(["layer"], ["layer"]), (["layer"], [])]
+    assert last == (["words"], [])
 
 
 @pytest.mark.slow

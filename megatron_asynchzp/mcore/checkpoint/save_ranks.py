@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import AxisGroup, all_to_all_steps, run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
+from megatron_asynchzp.mcore.units import units_by_groups
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -90,7 +91,7 @@ States = Mapping[str, Sequence[Held]]
 """What a rank has of a unit, by the name of the state."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Run:
     """A run of elements of one state of one unit. turn: says who writes it; read: copies the
     elements [start, stop) of it to a tensor."""
@@ -109,11 +110,7 @@ def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, s
     Collective over the ranks that share optimizer states, where a shared checkpoint is saved;
     elsewhere what it holds itself."""
     save = current_save()
-    by_groups: dict[int, list[HZPUnit]] = {}
-    for unit in states:
-        by_groups.setdefault(id(unit.groups), []).append(unit)
-    for units in by_groups.values():
-        groups = units[0].groups
+    for groups, units in units_by_groups(states).items():
         axes = tuple(reversed(groups.optim_gather_axes))
         factors = (1,) * len(axes)
         if save is not None and not save.is_local:

@@ -4,6 +4,7 @@
 
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_asynchzp.mcore.checkpoint.save_ranks import joined_along
 from scripts.testbed.megatron_flags import BF16
 from tests.mcore.test_parity import TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import RESHARDABLE, SAVED_AT, Job, find_differences, read_tensors
+from tests.support.engine import shard_groups
 from tests.support.world import on_ranks
 
 
@@ -169,6 +171,28 @@ def test_the_first_save_after_a_resume_uses_the_plan_of_the_run_before(tmp_path)
     first, *others = on_ranks(plan_once, 2, tmp_path)
     assert first["counts"][0] >= 1 and first["counts"][1] == 0
     assert not any(found["differ"] for found in (first, *others))
+
+
+class OnHost(torch.Tensor):
+    """A tensor that is not where collectives are: `to` copies it there."""
+
+    def to(self, *_: object) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def spread_rank_numbers() -> list[list[float]]:
+    """What this rank holds in the end of a state on the device, and of one on the host, each of
+    which holds the number of the rank at first."""
+    own = torch.full((3,), float(dist.get_rank()))
+    states = [own.clone(), own.clone().as_subclass(OnHost)]
+    unit = SimpleNamespace(device=torch.device("cpu"), groups=shard_groups((1, 1, 2)))
+    save_ranks.spread(unit, states)  # pyright: ignore[reportArgumentType]
+    return [state.tolist() for state in states]
+
+
+def test_replicas_get_the_states_of_the_first_on_the_device_and_on_the_host():
+    for rank, found in enumerate(on_ranks(spread_rank_numbers, 4)):
+        assert found == [[rank % 2] * 3] * 2
 
 
 def reads_of(folder: Path) -> int:
