@@ -232,3 +232,13 @@ def test_another_order_an_early_end_and_a_wait_elsewhere_are_apart(in_step, monk
     # Groups of ranks that compute in step may have other numbers of micro-batches.
     others = progress_after(["gather a", "gather b", *WAYS], is_closed=True)
     assert bool(why_apart(0, own, 1, others, in_step)) == in_step
+
+
+def test_of_several_differences_the_first_is_named():
+    own, other = (
+        progress_after(["gather a", *names, "gather d"])
+        for names in (["gather b", "gather c"], ["gather x", "gather y"])
+    )
+    text = why_apart(4, own, 9, other, in_step=True)
+    assert "number 2 is 'gather b' on the first and 'gather x' on the second" in text
+    assert "rank 4 is here; rank 9 is here" in text and "gather y" not in text

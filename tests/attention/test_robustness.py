@@ -92,6 +92,21 @@ def test_what_a_padded_slot_holds_reaches_nobody(way, name, garbage):
         assert torch.equal(found, true)
 
 
+@pytest.mark.parametrize("rule", SnapRule)
+@pytest.mark.parametrize("large", [0, 1, 127, 128, 129])
+def test_a_last_block_of_few_keys_is_shifted_as_it_is_by_itself(large, rule):
+    """130 keys are blocks of 128 and of 2; a large key sets the grid of its own block alone."""
+    keys = torch.full((1, 1, 130, 4), 3.125, dtype=torch.float16)
+    keys[:, :, large] = 60_000.0
+    found = shift_keys(keys, 128, rule=rule)
+    for block, alone in enumerate((keys[:, :, :128], keys[:, :, 128:])):
+        by_itself = shift_keys(alone, 128, rule=rule)
+        assert torch.equal(found.shift_BGJD[:, :, block], by_itself.shift_BGJD[:, :, 0])
+        assert torch.equal(found.keys_BGTD[:, :, 128 * block :][:, :, :128], by_itself.keys_BGTD)
+    plain = 1 if large < 128 else 0
+    assert found.shift_BGJD[0, 0, plain].tolist() == [3.125] * 4
+
+
 @pytest.mark.parametrize("block_size", [40, 1, 7, 16])
 def test_a_mean_is_that_of_the_keys_that_are_used(block_size):
     generator = torch.Generator().manual_seed(1)

@@ -5,7 +5,7 @@ parts and not with their square."""
 
 import random
 import time
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -90,6 +90,26 @@ def test_parts_that_no_cut_takes_apart_are_compared_in_pairs():
     assert "overlap" in str(find_fault((3, 3), shifted))
 
 
+LONG = part((0, 0), (10, 1))
+SHORT = [part((row, 1), (1, 1)) for row in range(10)]
+
+
+def test_a_long_part_beside_short_ones_overlaps_what_lies_within_it():
+    assert find_fault((10, 2), [LONG, *SHORT]) is None
+    boxes = [LONG, part((1, 1), (1, 1)), part((3, 0), (1, 1)), part((2, 1), (8, 1))]
+    for order in permutations(boxes):  # they have as many elements as the tensor
+        fault = find_fault((10, 2), order)
+        assert "overlap" in str(fault) and "[10, 1]" in str(fault) and "[3, 0]" in str(fault)
+
+
+@pytest.mark.parametrize("row", range(10))
+def test_a_long_part_beside_short_ones_is_read_from_its_last_rows_too(row):
+    stored = TensorStorageMetadata(TensorProperties(), torch.Size((10, 2)), [*SHORT, LONG])
+    for box in (part((row, 0), (1, 1)), part((row, 0), (10 - row, 2))):
+        ours = create_read_items("w", stored, [box])
+        assert read_by(ours) == read_by(create_read_items_for_chunk_list("w", stored, [box]))
+
+
 @pytest.mark.parametrize(
     ("parts", "word"),
     [
@@ -109,6 +129,10 @@ def test_a_fault_is_named(parts, word):
 def test_a_number_is_stored_once():
     assert find_fault((), [part((), ())]) is None
     assert find_fault((), []) and find_fault((), [part((), ())] * 2)
+    # Of a rank's own parts, which need not be all.
+    assert find_fault((), [], is_all=False) is None
+    assert find_fault((), [part((), ())], is_all=False) is None
+    assert find_fault((), [part((), ())] * 2, is_all=False) == "its one element is stored 2 times"
 
 
 def read_by(reads) -> set[tuple]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
 from megatron_asynchzp.failure import descriptors, roll_call
 from megatron_asynchzp.failure.roll_call import RollCall
+from megatron_asynchzp.failure.standstill import Progress
 from megatron_asynchzp.failure.verdict import Verdict
 
 WORLD_SIZE = 4
@@ -283,6 +284,71 @@ def test_a_verdict_in_a_text_says_what_the_answers_say(seed):
         there = [counts[rank] for rank in counts if rank not in silent]
         front = tuple(map(max, zip(*there, strict=True)))
         assert late.keys() == {r for r in counts.keys() - silent if counts[r] != front}
+
+
+def test_a_verdict_on_thousands_of_ranks_that_each_stand_elsewhere_is_short_and_has_the_latest():
+    chance, world = random.Random(0), 5000
+    places = list(range(world))
+    chance.shuffle(places)  # of each rank: how many tasks it has submitted
+    answers = "".join(f"{rank} here 0 {place} 7;" for rank, place in enumerate(places))
+    text = Verdict.of_answers(answers, world).to_text()
+    assert len(text) < 4000  # whatever the counts are: each of these ranks reads it
+    behind = Verdict.of_text(text).behind
+    assert len(behind) >= 50
+    assert behind == [([places.index(place)], [place, 7]) for place in range(len(behind))]
+
+
+class Standing:
+    """In place of a driver: how long its tasks have stood still, and how often it was asked."""
+
+    def __init__(self, *names: str):
+        self.standing, self.num_asked, self.compared = 0.0, 0, dict.fromkeys(range(2), True)
+        self._tasks = list(enumerate(names, 1))
+
+    def standing_s(self) -> float:
+        return self.standing
+
+    def progress(self, is_closed: bool = False) -> Progress:
+        self.num_asked += 1
+        return Progress(self._tasks, self._tasks, {}, is_closed, "is in its model")
+
+
+def await_that(is_so) -> bool:
+    deadline = time.monotonic() + SOON_S
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def test_ranks_say_how_far_they_are_only_while_one_of_them_stands_still():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    drivers = [Standing("gather a"), Standing("gather a")]
+
+    def two_ranks() -> list[RollCall]:
+        return [
+            RollCall(store.clone(), rank, 2, Counter(gather=1), lambda _: None, driver=driver)
+            for rank, driver in enumerate(drivers)
+        ]
+
+    def is_quiet() -> bool:
+        before = [driver.num_asked for driver in drivers]
+        time.sleep(0.3)  # some ten looks
+        return before == [driver.num_asked for driver in drivers]
+
+    ranks = two_ranks()
+    drivers[0].standing = roll_call.STANDS_STILL_S
+    assert await_that(lambda: drivers[1].num_asked > 3)
+    drivers[0].standing = 0.0
+    assert await_that(is_quiet)
+    drivers[0].standing = roll_call.STANDS_STILL_S  # and the run ends while it stands
+    assert await_that(lambda: drivers[1].num_asked > 8)
+    for rank in ranks:
+        rank.close()
+    drivers[0].standing = 0.0
+    ranks = two_ranks()  # after a restart at the same store
+    assert await_that(is_quiet)
+    for rank in ranks:
+        rank.close()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ def used_port() -> Iterator[int]:
         ("--rdzv-backend c10d --rdzv-endpoint no.such.invalid:2000", "--rdzv-endpoint no.such.in"),
         ("--rdzv-backend c10d --rdzv_endpoint no.such.invalid", "give the name or address of the"),
         ("--master-port 70000", "--master-addr 127.0.0.1:70000: 70000 is no port"),
+        ("--master-port 65536", "--master-addr 127.0.0.1:65536: 65536 is no port"),
+        ("--rdzv-backend c10d --rdzv-endpoint localhost:-1", "localhost:-1: -1 is no port"),
         ("--master-port http", "http is no port"),
         ("--nproc-per-node xpu", "--nproc-per-node xpu: Xpu is not available. Give a number of"),
     ],
@@ -42,6 +44,10 @@ def test_a_place_that_cannot_be_is_refused_in_one_line(options, line):
     with pytest.raises(ConfigurationError) as refused:
         check_meeting(options.split())
     assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_last_port_is_a_port():
+    check_meeting(["--master-port", "65535", "--node-rank", "1"])
 
 
 @pytest.mark.parametrize("options", ["", "--master-addr localhost", "--rdzv-endpoint 127.0.0.1:{}"])

@@ -20,6 +20,7 @@ from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
 from megatron_asynchzp.hf.mapping import OTHER_KEYS
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
+from megatron_asynchzp.hf.safetensors_folder import TensorInfo, write_folder
 from megatron_asynchzp.hf.torch_dist import TensorReader, TensorToWrite, write_checkpoint
 from tests.hf.models import NAMES, load_model, random_model, shapes
 from tests.support.checkpoint_damage import flip
@@ -70,6 +71,24 @@ def test_large_models_are_written_in_several_files_with_an_index(llama):
     import_model(llama / "again", llama / "once more")  # read through the index
     left, right = (TensorReader(llama / name / "release") for name in ("once more", "megatron"))
     assert_same_bits(*({key: one.read(key) for key in one.tensors} for one in (left, right)))
+
+
+@pytest.mark.parametrize(
+    "lengths, files",
+    [
+        ([6, 6, 3, 1, 6], [[6], [6, 3, 1], [6]]),
+        ([4, 6, 11, 1, 9], [[4, 6], [11], [1, 9]]),  # one alone is larger than a file
+        ([10], [[10]]),
+    ],
+)
+def test_a_file_ends_where_the_next_tensor_does_not_fit(tmp_path, lengths, files):
+    tensors = {f"w{i}": torch.full((n,), i, dtype=torch.bfloat16) for i, n in enumerate(lengths)}
+    infos = {name: TensorInfo(one.shape, one.dtype) for name, one in tensors.items()}
+    write_folder(tmp_path, infos, tensors.items(), max_file_nbytes=20)
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    held = [load_file(path) for path in paths]
+    assert [[len(one) for _, one in sorted(each.items())] for each in held] == files
+    assert_same_bits({name: one for each in held for name, one in each.items()}, tensors)
 
 
 def test_the_vocabulary_is_padded_with_zeros_on_import_and_cut_on_export(llama):

@@ -82,7 +82,11 @@ def test_a_layer_keeps_the_bytes_that_were_counted(name):
     )
 
 
-@pytest.mark.parametrize("nbytes", [FP8_COPIES_NBYTES, FP4_COPIES_NBYTES])
+def test_two_copies_of_a_weight_have_its_codes_and_in_nvfp4_a_byte_for_each_16():
+    assert FP8_COPIES_NBYTES == 2 and FP4_COPIES_NBYTES == 2 * (4 + 8 / 16) / 8
+
+
+@pytest.mark.parametrize("nbytes", [2, 1.125])
 def test_projections_that_compute_in_fp8_and_fp4_keep_a_copy_of_their_inputs_in_it(nbytes):
     """That tests/device/test_low_precision_bytes.py counts in whole steps."""
     layer, tokens = LAYERS["gated"], 2 * 128

@@ -11,7 +11,7 @@ import pytest
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.goodput import Failures, Saves
-from megatron_asynchzp.planner.model import Batch, Model, Parallel
+from megatron_asynchzp.planner.model import Adapters, Batch, Model, Parallel
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.planner.test_search import MODEL, slow
@@ -106,6 +106,16 @@ def test_a_checkpoint_has_fourteen_bytes_a_parameter():
     assert costing().saved_nbytes == 14 * MODEL.num_params
     fp32 = replace(MODEL, itemsize=4)
     assert costing(fp32).saved_nbytes == 12 * MODEL.num_params
+
+
+@pytest.mark.parametrize("itemsize, adapter", [(2, 14), (4, 12)])
+def test_a_checkpoint_has_no_moments_of_frozen_weights(itemsize, adapter):
+    """Of low-rank adapters the weights alone: 2 or 4 bytes a frozen parameter."""
+    model = replace(MODEL, itemsize=itemsize, adapters=Adapters(8, frozenset({"linear_qkv"})))
+    trained = sum(unit.numel for unit in model.units if unit.is_trained)
+    frozen = model.num_params - trained
+    assert 0 < trained < frozen
+    assert costing(model).saved_nbytes == adapter * trained + itemsize * frozen
 
 
 def test_nothing_is_said_of_failures_that_no_file_states():

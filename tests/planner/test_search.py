@@ -87,6 +87,19 @@ def test_what_model_parallelism_sends_is_named_and_keeps_links_busy(
     assert 0 <= sum(waited for waited, _ in sent.values()) < whole
 
 
+@pytest.mark.parametrize(
+    "tp, cp, link",
+    [(1, 8, "inside"), (1, 16, "between"), (4, 2, "inside"), (4, 4, "between"), (8, 2, "between")],
+)
+def test_keys_and_values_leave_a_node_of_8_where_its_ranks_are_fewer_than_the_group(tp, cp, link):
+    parallel = Parallel(tp=tp, cp=cp, sequence_parallel=tp > 1)
+    plan = Plan(ShardSizes(1, 1, 1), parallel, Batch(1, 4096 * cp, 8))
+    costing = Costing(MODEL, plan, slow(8, 5.0))
+    sent = costing.compute.sent_in(costing.units[0])
+    links = {where: busy for (what, where), (_, busy) in sent.items() if "context" in what}
+    assert links.keys() == {link} and links[link] > 0
+
+
 def test_plain_sharding_is_returned_where_hierarchy_gains_nothing():
     """A fast network, one micro-batch; and one node."""
     fast = load_cluster("h200").with_ranks(64)

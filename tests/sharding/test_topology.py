@@ -106,6 +106,8 @@ def test_a_ranks_optimizer_shard_lies_within_its_gradient_and_its_parameter_shar
         ((8, 8, 8 * 127), 8, [8, 127]),  # a prime cannot be cut
         ((8, 8, 512), 8, [8, 64]),
         ((16, 16, 8192), 8, [16, 32, 16]),
+        ((1, 1, 1000), 16, [40, 25]),  # nodes that do not divide it
+        ((4, 4, 500), 8, [4, 25, 5]),
     ],
 )
 def test_long_axes_are_cut_evenly_and_a_node_stays_together(sizes, in_node, axes):

@@ -58,15 +58,15 @@ def random_weights(seed: int) -> tuple[list[torch.Tensor], list[int]]:
         return int(torch.randint(low, high, (1,), generator=made))
 
     weights = []
-    for index in range(number(2, 6)):
-        shape = (number(1, 70), number(1, 70)) if index % 2 == 0 else (number(1, 50),)
+    for index in range(number(2, 8)):
+        shape = (number(1, 70), number(1, 70)) if index % 3 == 0 else (number(1, 50),)
         size = 10.0 ** number(-20, 6)
         weights.append((torch.randn(shape, generator=made) * size).bfloat16())
         if (odd := number(0, 4 * len(ODD))) < len(ODD):
             weights[-1].view(-1)[number(0, weights[-1].numel())] = ODD[odd]
         elif odd == len(ODD):
             weights[-1].zero_()
-    return weights, [index for index in range(len(weights)) if index % 2 == 0]
+    return weights, [index for index in range(len(weights)) if index % 3 == 0]
 
 
 def check_what_arrives(sizes: tuple, seeds: range) -> float:

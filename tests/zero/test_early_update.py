@@ -213,6 +213,26 @@ def test_an_optimizer_is_elementwise_where_that_is_known_of_its_very_class():
     assert not is_elementwise(torch.optim.LBFGS(param))
 
 
+def test_a_step_stands_where_one_of_its_model_chunks_does_whichever_is_noted_last():
+    """Three steps in vain end early updates until the 64th step after them."""
+    param, unit = torch.nn.Parameter(torch.zeros(4)), "of one of the chunks"
+    for outcomes, may_send in (
+        ([(True, False)] * 3, True),
+        ([(False, True)] * 3, True),
+        ([(False, False)] * 3, False),
+        ([(False, False), (True, False), (False, False)], True),
+    ):
+        early = EarlyUpdate(torch.optim.SGD([param]), {unit: [param]})
+        for step, of_chunks in enumerate(outcomes, 1):
+            for did_stand in of_chunks:
+                early.note_outcome(step, did_stand)
+        assert early.may_send(unit, 4) == may_send, outcomes
+    vain = EarlyUpdate(torch.optim.SGD([param]), {unit: [param]})
+    for step in (1, 2, 3):
+        vain.note_outcome(step, False)
+    assert [vain.may_send(unit, step) for step in (4, 66, 67, 68)] == [False, False, True, True]
+
+
 def test_a_gradient_that_comes_after_a_unit_was_sent_counts():
     assert run_ranks(add_a_gradient_late, 2, True) == run_ranks(add_a_gradient_late, 2, None)
 

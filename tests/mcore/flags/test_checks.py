@@ -25,6 +25,13 @@ def test_arguments_are_left_alone_when_the_run_is_refused(parse):
     assert vars(args) == before
 
 
+@pytest.mark.parametrize("fraction", ["-0.5", "1.01", "nan"])
+def test_a_part_of_the_optimizer_states_that_is_none_is_refused(parse, fraction):
+    args = parse(f"--optimizer-cpu-offload --optimizer-offload-fraction {fraction}")
+    with pytest.raises(ConfigurationError, match=f"--optimizer-offload-fraction {fraction} "):
+        checks.prepare_args(args)
+
+
 @pytest.mark.parametrize("more", ["", "--decrease-batch-size-if-needed"])
 @pytest.mark.parametrize("micro", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
