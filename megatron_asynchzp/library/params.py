@@ -190,7 +190,9 @@ class ShardedParams:
         part = part.to(own.device)
         # Where others were not sent what main_param holds it stays refused. Nobody writes to it on
         # the host, where it is not noted what is due.
-        is_as_sent = unit.is_trained and (unit.is_main_param_away or not unit.was_written())
+        is_as_sent = unit.is_trained and (
+            unit.is_main_param_away or not unit.sent_record.was_written()
+        )
         if unit.is_trained:
             trained, main = unit.main_param.elements_of(index)
             if trained.numel:
@@ -198,8 +200,8 @@ class ShardedParams:
                 main.copy_(part[inside.start : inside.stop])
         own.copy_(part)
         if is_as_sent:
-            unit.note_sent()
-            unit.note_due(is_as_sent=True)
+            unit.sent_record.note_sent()
+            unit.sent_record.note_expected(is_as_sent=True)
         unit.marks.note_rewritten()
         self._runtime.gathers.note_written()
 
@@ -234,7 +236,7 @@ class ShardedParams:
     def refuse_writes(self) -> None:
         """Raise ConfigurationError for a parameter that somebody has written to."""
         for param, (unit, index) in self._places.items():
-            if param._version != unit.versions[index]:
+            if param._version != unit.sent_record.versions[index]:
                 raise ConfigurationError(
                     f"{self.name_of(param)} was written to, which is lost where it is in shards; "
                     "change values before the model is sharded, or with model.load_state_dict() "

@@ -165,13 +165,13 @@ class SavedViews:
             self.note_view(unit)
         offset = int(tensor.storage_offset())
         form = tensor.dtype, tensor.shape, tensor.stride(), offset
-        return SavedView(self, unit, unit.versions[0] if is_counted else None, *form)
+        return SavedView(self, unit, unit.sent_record.versions[0] if is_counted else None, *form)
 
     def unpack(self, saved: "_Kept | SavedView") -> torch.Tensor:
         """The tensor that was packed as `saved`."""
         if isinstance(saved, _Kept):
             return saved.unwritten()
-        if saved.version not in (None, version := saved.unit.versions[0]):
+        if saved.version not in (None, version := saved.unit.sent_record.versions[0]):
             _refuse_written(f"parameters of {saved.unit.name}", version, saved.version)
         if not saved.unit.is_unsharded:
             self.note_view(saved.unit)  # nothing else would gather it in time

@@ -90,11 +90,11 @@ class SentCheck:
 
     def refuse_write(self, unit: HZPUnit) -> None:
         """At a use of `unit`, whose shards are as they were sent last."""
-        self._refuse(unit, unit.was_written())
+        self._refuse(unit, unit.sent_record.was_written())
 
     def refuse_write_in_use(self, unit: HZPUnit) -> None:
         """After a call with `unit`, of what its modules wrote to the parameters they got."""
-        self._refuse(unit, unit.was_written_in_use(), in_use=1)
+        self._refuse(unit, unit.sent_record.was_written_in_use(), in_use=1)
 
     def _refuse(self, unit: HZPUnit, differs: torch.Tensor | bool, in_use: int = 0) -> None:
         if isinstance(differs, torch.Tensor) and self._driver.device.runs_ahead:
@@ -113,7 +113,7 @@ class SentCheck:
         self.finish()
         places = [self._index[unit] for unit in sent]
         for place, unit in zip(places, sent, strict=True):
-            self._differs[place].copy_(unit.differs_from_sent())
+            self._differs[place].copy_(unit.sent_record.differs_from_sent())
         differs, answer = self._differs, self._answer
 
         def steps() -> Steps:

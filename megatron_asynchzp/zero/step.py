@@ -380,9 +380,9 @@ class StepScheduler:
         if self._refuses_writes:
             for unit in self.units:
                 if unit.is_trained and not unit.is_main_param_away:
-                    unit.note_due(is_as_sent=unit in done)
+                    unit.sent_record.note_expected(is_as_sent=unit in done)
                     if unit in self.reached or not may_stand:
-                        unit.note_updated()
+                        unit.sent_record.note_update()
         self.gathers.start_syncs(done)
 
     def _find_done(self) -> list[HZPUnit]:
@@ -405,9 +405,9 @@ class StepScheduler:
         self._refuses_writes, self.sent_check.explain = True, explain
         for unit in self.units:
             if unit.is_trained:
-                unit.note_sent()
-                unit.note_due(is_as_sent=True)
-                unit.is_watched = True
+                unit.sent_record.note_sent()
+                unit.sent_record.note_expected(is_as_sent=True)
+                unit.sent_record.is_watched = True
 
     def refuse_write(self, unit: HZPUnit) -> None:
         """At a use of `unit`: refuse_writes. A model of one rank alone has nobody to send to."""
@@ -429,7 +429,7 @@ class StepScheduler:
     def _refuse_writes_at_rest(self, with_content: bool) -> None:
         """Where parameters do not notice their use, refuse what was written between two steps."""
         for unit in () if self._refuses_writes else self.units:
-            if unit.is_changed_at_rest(with_content):
+            if unit.sent_record.was_replaced_at_rest(with_content):
                 raise ConfigurationError(
                     f"{unit.name}: the data of its parameters was set or filled between two steps, "
                     "which is lost where they are in shards; change weights before the model is "

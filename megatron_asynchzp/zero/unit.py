@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from operator import ne
 from typing import Any
 
 import torch
@@ -40,8 +39,8 @@ from megatron_asynchzp.sharding.in_flight import (
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.fingerprint import fingerprint
 from megatron_asynchzp.zero.marks import Marks
+from megatron_asynchzp.zero.sent_record import SentRecord
 
 _NOTHING = nullcontext()
 
@@ -87,15 +86,12 @@ class HZPUnit:
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
     marks: what changed since when.
-    versions: that torch counts of the parameters; those of now are others where somebody has
-        written to them.
     coded: how the parameters travel to layers that compute in FP8, see `send_in_codes`.
-    is_watched: whether each sending is noted, see `note_sent`, and not only those before an update.
+    sent_record: of what was sent of it.
     is_on_host: whether its optimizer states are on the host between two updates (HostStates), and
         is_cast, whether the parameter shard holds what the last one made of main_param.
     """
 
-    is_watched = False
     is_on_host = False
     is_cast = False
 
@@ -128,9 +124,9 @@ class HZPUnit:
         self.coded: CodedGather | None = None
         self._full_param: torch.Tensor | None = None
         self._kinds = [type(param) for param in self.params]
-        self.versions = [param._version for param in self.params]
         self._guarded_kinds: list[type] | None = None
         self._allocate_and_shard(shard)
+        self.sent_record = SentRecord(self)
 
     def __str__(self) -> str:
         return self.name
@@ -162,20 +158,18 @@ class HZPUnit:
             else:
                 self.main_param = self._new_buffer(self.optim_range, torch.float32)
                 self.copy_model_to_main()
-            self._sent = torch.zeros((), dtype=torch.int64, device=self.device)
-            self._due = self._sent.clone()
-        self._placeholders = self._make_placeholders()
+        self.placeholders = self._make_placeholders()
         if self.is_always_unsharded:
             self._full_param = self.model_param.storage
             self._point_params_at(self.model_param.param_views())
         else:
-            self._point_params_at(self._placeholders)
+            self._point_params_at(self.placeholders)
 
     def _make_placeholders(self) -> list[torch.Tensor]:
         # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
         # and computing with it gives NaN instead of a plausible number (law 5).
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-        self._nan = nan
+        self.nan = nan
         of_shape = {piece.shape: nan.expand(piece.shape) for piece in self.layout.slices}
         return [of_shape[piece.shape] for piece in self.layout.slices]
 
@@ -305,26 +299,9 @@ class HZPUnit:
         """Drop the full parameters. No-op where they are dropped already or never sharded."""
         if self.is_always_unsharded or not self.is_unsharded:
             return
-        self._point_params_at(self._placeholders)
+        self._point_params_at(self.placeholders)
         self._full_param = None
         self.hide()
-
-    def is_changed_at_rest(self, with_content: bool) -> bool:
-        """Whether somebody has put other tensors in the places of parameters with which nothing
-        computes now, or, with_content, has filled those that read as NaN: for that the host waits.
-        """
-        full = self._full_param
-        if full is not None and not self.is_always_unsharded:
-            return False
-        for param, piece, nan in zip(
-            self.params, self.layout.slices, self._placeholders, strict=True
-        ):
-            place = nan.data_ptr()
-            if full is not None:
-                place = full.data_ptr() + self.dtype.itemsize * piece.range.start
-            if param.numel() and param.data_ptr() != place:
-                return True
-        return with_content and not self._nan.isnan().item()
 
     @property
     def full_param_storage(self) -> torch.Tensor:
@@ -340,13 +317,13 @@ class HZPUnit:
 
     def params_at_rest(self) -> list[torch.Tensor]:
         """Return the tensors that hold the memory of its parameters between two uses."""
-        return [self.model_param.storage, *self._placeholders]
+        return [self.model_param.storage, *self.placeholders]
 
     def states(self) -> list[torch.Tensor]:
         """Return the tensors of a trained unit that are at rest beside model_param."""
         if not self.is_trained:
             return []
-        own = [self.main_grad.storage, *self.marks.bits.values(), self._sent, self._due]
+        own = [self.main_grad.storage, *self.marks.bits.values(), *self.sent_record.states()]
         return own if self.is_main_param_away else [self.main_param.storage, *own]
 
     # ---- gradients
@@ -514,8 +491,8 @@ class HZPUnit:
         if not (self.is_main_param_aliased or self.is_cast):
             self.cast_main_param(self.main_param.storage.to(self.device))
         self.is_cast = False
-        if self.is_watched:
-            self.note_sent()
+        if self.sent_record.is_watched:
+            self.sent_record.note_sent()
         return (yield from self.complete_param_steps())
 
     def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
@@ -528,7 +505,7 @@ class HZPUnit:
         copy = self.main_param.storage.clone()
         update(copy)
         self.marks.write(copy, self.model_param.view(self.optim_range))
-        self.note_sent()
+        self.sent_record.note_sent()
         return (yield from self.complete_param_steps())
 
     def _preview_beside_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
@@ -539,7 +516,7 @@ class HZPUnit:
         gathered = torch.empty_like(self.model_param.storage)
         copy = gathered[own.start : own.stop].copy_(self.main_param.storage)
         update(copy)
-        self._sent.copy_(fingerprint(copy))
+        self.sent_record.note_sent(copy)
         last = yield from all_gather_steps(copy, gathered, self.groups.param_sync)
 
         def take_others() -> None:
@@ -547,58 +524,6 @@ class HZPUnit:
                 self.model_param.storage[part].copy_(gathered[part])
 
         return followed_by(last, take_others)
-
-    def note_sent(self) -> None:
-        """Note that other ranks get what this rank's O range of the parameters holds now."""
-        # Into memory that stays: another stream reads it.
-        self._sent.copy_(fingerprint(self.model_param.view(self.optim_range)))
-
-    def _fingerprint_now(self) -> torch.Tensor:
-        """Return the fingerprint of what would be sent now."""
-        dtype = None if self.is_main_param_aliased else self.dtype
-        return fingerprint(self.main_param.storage, dtype)
-
-    def differs_from_sent(self) -> torch.Tensor:
-        """0-dim bool: whether main_param would be sent as something else than was noted last."""
-        return self._fingerprint_now() != self._sent
-
-    def note_due(self, is_as_sent: bool = False) -> None:
-        """Note that other ranks are to get what main_param holds now, by a task that may run later.
-        is_as_sent: they have it."""
-        self._due.copy_(self._sent if is_as_sent else self._fingerprint_now())
-
-    def note_updated(self) -> None:
-        """The parameters get other values: let torch count that, as of an optimizer that writes to
-        them, so that no backward goes on from the values of before."""
-        torch.autograd.graph.increment_version(self.params)
-        with self.own_uses():
-            self.versions = [param._version for param in self.params]
-
-    def was_written(self) -> torch.Tensor | bool:
-        """Whether somebody has written to main_param since `note_due`, be it only until it was
-        sent, or, as torch counts it, to parameters that are always gathered."""
-        if self.is_always_unsharded and self._is_counted():
-            return True
-        return (self._fingerprint_now() != self._due).logical_or_(self._sent != self._due)
-
-    def was_written_in_use(self) -> torch.Tensor | bool:
-        """Whether somebody has put other tensors in the places of the parameters that are gathered,
-        or has written to them: where no version counts that, in this rank's O range."""
-        full, own = self.full_param_storage, self.optim_range
-        start, itemsize = full.data_ptr(), full.element_size()
-        for param, piece in zip(self.params, self.layout.slices, strict=True):
-            if param.numel() and param.data_ptr() != start + itemsize * piece.range.start:
-                return True
-        if self._is_counted():
-            return True
-        if self.groups.topology.world_size == 1 and self.is_main_param_aliased:
-            return False  # it is what the optimizer trains, and nobody else has it
-        sent = self._sent if self.is_trained else fingerprint(self.model_param.view(own))
-        return fingerprint(full[own.start : own.stop]) != sent
-
-    def _is_counted(self) -> bool:
-        with self.own_uses():
-            return any(map(ne, (param._version for param in self.params), self.versions))
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""

@@ -20,8 +20,11 @@ MUTANTS = [
         "no-param-sync",
         "what the optimizer writes is what every rank gathers",
         "zero/unit.py",
-        "            self.note_sent()\n        return (yield from self.complete_param_steps())",
-        "            self.note_sent()\n        yield from ()",
+        (
+            "            self.sent_record.note_sent()\n"
+            "        return (yield from self.complete_param_steps())"
+        ),
+        "            self.sent_record.note_sent()\n        yield from ()",
         (
             "tests/zero/test_main_params.py::"
             "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"
@@ -210,7 +213,7 @@ MUTANTS = [
     Mutant(
         "weights-set-between-steps-go-unseen",
         "weights that are set between two steps are refused where parameters do not notice it",
-        "zero/unit.py",
+        "zero/sent_record.py",
         "            if param.numel() and param.data_ptr() != place:",
         "            if param.numel() and param.data_ptr() < 0:",
         (
