@@ -22,7 +22,7 @@ class SentRecord:
     """
 
     def __init__(self, unit: "HZPUnit"):
-        self._unit = weakref.proxy(unit)
+        self._unit: HZPUnit = weakref.proxy(unit)
         # Whether every send is noted, and not only those before an update.
         self.is_watched = False
         # torch's version counters at the last update; a different value means that other code
