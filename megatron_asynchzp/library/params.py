@@ -128,7 +128,7 @@ class ShardedParams:
             return True
         if use is torch.Tensor.register_post_accumulate_grad_hook:
             handle = use(*args, **kwargs)
-            self._runtime.take_last(param)
+            self._runtime.grad_hooks.move_to_end(param)
             return handle
         if use == SET_GRAD:
             raise ConfigurationError(

@@ -201,10 +201,10 @@ class ShardedModel:
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._host_states = self._new_host_states()
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
-        self.runtime.early = self._new_early_update()
+        self.runtime.early_sends.early_update = self._new_early_update()
         self._are_in_place = False
         self._clipped_to = "nothing"  # the last max_norm, as text
-        self.runtime.refuse_writes(lambda: owner()._params.refuse_writes())
+        runtime.sent_check.enable_write_checks(lambda: owner()._params.refuse_writes())
         self._await_grads()
         if dist.get_world_size(group) == dist.get_world_size():  # others do not come here
             runtime.driver.call_roll()
@@ -366,7 +366,7 @@ class ShardedModel:
             if part.param.data_ptr() != part.values.data_ptr():
                 part.values.copy_(part.param.data)
                 part.param.data = part.values
-        self.runtime.sync_params(may_stand=True)
+        self.runtime.sync_params(skip_unchanged=True)
         self.runtime.rest()
         self._await_grads()
         if self._host_states is not None:  # what the optimizer's state has may be read next

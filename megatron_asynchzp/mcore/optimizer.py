@@ -94,10 +94,10 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._host_states: HostStates | None = None
         if any(unit.is_on_host for unit in parameters.by_unit):
             self._host_states = HostStates(runtimes, optimizers[0], parameters.by_unit)
-        self._may_stand = False  # what was sent before this step's update
+        self._skip_unchanged = False  # what was sent before this step's update
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
-            chunk.runtime.early = self._early
+            chunk.runtime.early_sends.early_update = self._early
             chunk.runtime.settings_of_update = lambda: settings_of_groups(self.param_groups)
             chunk.communication.moments_of = self._moments_of
         chunks = [chunk.checkpoint for chunk in self.model_chunks]
@@ -185,7 +185,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             if grad_norm > getattr(self.config, "grad_norm_skip_threshold", float("inf")):
                 self._skip_update()
                 return False, grad_norm, num_zeros
-            self._may_stand = not self._is_clipped(grad_norm)
+            self._skip_unchanged = not self._is_clipped(grad_norm)
             for chunk in self.model_chunks:  # an evaluation may have left some after the sync
                 chunk.runtime.await_readers()
             if self._host_states is not None:
@@ -211,8 +211,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         self.model_chunks[0].communication.take_free_memory()
         for chunk in self.model_chunks:
-            chunk.runtime.sync_params(self._may_stand)
-        self._may_stand = False
+            chunk.runtime.sync_params(self._skip_unchanged)
+        self._skip_unchanged = False
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         if state_dict is not None:

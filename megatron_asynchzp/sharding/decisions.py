@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.sharding.early_units import EarlyUnits
 from megatron_asynchzp.sharding.in_flight import (
     UnitInFlight,
     placed_from_top,
@@ -66,6 +67,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         memory: MemoryMap[User],
         chunks: "list[ParamsInFlight[Unit, User, Handle]]",  # that share `memory`; gains this one
         residency: Residency[Unit] | None = None,  # keeps units for later micro-batches
+        early_units: EarlyUnits[Unit] | None = None,
     ):
         self._needs, self._sizes, self._depth = needs, sizes, depth
         self._memory, self._chunks, self._residency = memory, chunks, residency
@@ -84,8 +86,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         self._gathered: dict[Unit, _GatheredUnit[Handle]] = {}
         self._to_rebuild: dict[Unit, None] = {}  # shards to rebuild, in the order of their use
         self._rebuilt_ahead: dict[Unit, None] = {}  # rebuilt, or being rebuilt, and not used yet
-        self._early_units: dict[Unit, None] = {}  # sent before the update
-        self.sends_early = True  # until a shard is needed after it was sent early
+        self._early_units = EarlyUnits[Unit]() if early_units is None else early_units
 
     def _reserve_seats(self) -> dict[Unit, Extent]:
         seated = {unit: need for unit, need in self._needs.items() if need.is_seated}
@@ -222,27 +223,26 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
 
     def send_early(self, unit: Unit) -> None:
         """Send `unit` before the update; its shards then hold the parameters of the next step."""
-        if unit not in self._early_units:
-            self._early_units[unit] = None
+        if unit not in self._early_units.units:
+            self._early_units.units[unit] = None
             self.start_early_send(unit)
 
     def restore_shard(self, unit: Unit) -> None:
         """Cancel all early sends if `unit` was sent: its old shard is needed."""
-        if unit in self._early_units:
+        if unit in self._early_units.units:
             if self.is_training:
                 self.stop_early_sends()
             self.cancel_early_sends()
 
     def stop_early_sends(self) -> None:
         """Send nothing early any more in this run."""
-        if self.sends_early:
-            self.sends_early = False
+        if self._early_units.is_allowed:
+            self._early_units.is_allowed = False
             self.note_early_sends_stopped()
 
     def cancel_early_sends(self) -> None:
         """Rebuild the shards that were sent early: their update does not come now."""
-        units, self._early_units = self._early_units, {}
-        for unit in units:
+        for unit in self._early_units.pop_all():
             self.start_param_sync(unit)
 
     def rebuild_remaining(self) -> None:
@@ -305,7 +305,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
                 continue
             if (
                 unit in self._to_rebuild
-                or unit in self._early_units
+                or unit in self._early_units.units
                 or not self._try_gather_ahead(unit)
             ):
                 return

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,20 +20,20 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.timeline import COMPUTE
+from megatron_asynchzp.comm.timeline import COMPUTE, Timeline
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.calls import attach_call_hooks, called, hooks_of_call, wrap_calls
 from megatron_asynchzp.zero.captured_grads import CapturedGrads
 from megatron_asynchzp.zero.construction import Construction
+from megatron_asynchzp.zero.grad_hooks import GradHooks
 from megatron_asynchzp.zero.guard import NO_GRAPHS, Answer, new_guarded_class
+from megatron_asynchzp.zero.params import check_kept_views
 from megatron_asynchzp.zero.part import Part
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler, StepState
-from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _NOTHING = nullcontext()
@@ -48,8 +48,7 @@ class _MicroBatch:
     calls: of a unit's modules in this forward; depth: how many of them have not returned;
     started_backward: units whose gradients are not on their way yet; reduced: those whose gradients
     are, in this backward; read_within: see [Note: backward within a forward]; part: units of the
-    part that runs, None outside of parts; compute_marks: when the computation of (direction, unit)
-    began, for a captured trace.
+    part that runs, None outside of parts.
     """
 
     in_backward: bool = False
@@ -60,9 +59,30 @@ class _MicroBatch:
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
     reduced: set[HZPUnit] = field(default_factory=set[HZPUnit])
     read_within: set[HZPUnit] = field(default_factory=set[HZPUnit])
-    compute_marks: dict[tuple[str, HZPUnit], Any] = field(
-        default_factory=dict[tuple[str, HZPUnit], Any]
-    )
+
+
+class _ComputeMarks:
+    """When the computation with each unit began, for a captured trace."""
+
+    def __init__(self, timeline: Timeline):
+        self._timeline = timeline
+        self._starts: dict[tuple[str, HZPUnit], Any] = {}
+
+    def begin(self, direction: str, units: list[HZPUnit]) -> None:
+        """Mark that the computation of this direction with `units` begins."""
+        if self._timeline.is_capturing:
+            for unit in units:
+                self._starts.setdefault((direction, unit), self._timeline.device.mark())
+
+    def end(self, direction: str, units: list[HZPUnit]) -> None:
+        """Note the computation of this direction with `units`, which has ended."""
+        for unit in units if self._starts else ():
+            if (start := self._starts.pop((direction, unit), None)) is not None:
+                self._timeline.note(COMPUTE, f"{direction} {unit.name}", start)
+
+    def forget(self) -> None:
+        """Forget what began and was given up."""
+        self._starts.clear()
 
 
 class HZPRuntime(StepScheduler):
@@ -107,8 +127,7 @@ class HZPRuntime(StepScheduler):
         self.is_rehearsing = False
         self._captured_grads = CapturedGrads()
         self._resting: list[HZPUnit] = []
-        self._takers: dict[nn.Parameter, RemovableHandle] = {}
-        self._accumulators: list[Any] = []
+        self.grad_hooks = GradHooks()
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
             shard = None if construction is None else construction.take(plan)
@@ -126,6 +145,7 @@ class HZPRuntime(StepScheduler):
             largest = max(unit.layout.padded_numel for unit in self.group_keys)
             schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
         super().__init__(list(self.group_keys), schedule, driver, grad_scale, budgets)
+        self._compute_marks = _ComputeMarks(self.driver.timeline)
         self._root, self._units_of = root, units_of
         self._attach(root, units_of)
 
@@ -148,15 +168,17 @@ class HZPRuntime(StepScheduler):
         def end_forward(_root: nn.Module, _args: object, _output: object) -> None:
             runtime.end_forward()
 
+        def take(unit: HZPUnit, index: int) -> None:
+            if not runtime.is_rehearsing:
+                runtime.reductions.take(unit, (index,))
+
         self._handles.append(
             root.register_forward_pre_hook(self._around(begin_forward), prepend=True)
         )
         end = self._around(end_forward)
         self._handles.append(root.register_forward_hook(end, always_call=True))
         for unit in self.units:
-            is_shared = unit in self._reduce_last
-            self._takers |= _attach_grad_hooks(unit, runtime, takes_all=is_shared)
-        self._handles += self._takers.values()
+            self.grad_hooks.attach(unit, take, takes_all=unit in self._reduce_last)
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let a call of the method `name` of `module` be a call of the module, as torch's
@@ -199,28 +221,14 @@ class HZPRuntime(StepScheduler):
         """
         self.settle()
         seated = [unit for unit in self.units if unit.is_seated]
-        self._accumulators.clear()
-        for unit in seated:
-            unit.renew_accumulators()
+        self.grad_hooks.renew_accumulators(seated)
         with self.gathers.rehearsing(), self._captured_grads.rehearsing(seated, leaving_grads):
             self.is_rehearsing = True
             try:
                 yield
             finally:
                 self.is_rehearsing = False
-        for unit in seated:
-            unit.renew_accumulators()
-
-    def take_grads(self, unit: HZPUnit, index: int) -> None:
-        """Autograd has given a parameter of `unit` its gradient."""
-        if not self.is_rehearsing:
-            self.reductions.take(unit, (index,))
-
-    def take_last(self, param: nn.Parameter) -> None:
-        """Let those who have hooked the gradient of `param` since find it there."""
-        if (taker := self._takers.get(param)) is not None:
-            hooks = cast("Any", param)._post_accumulate_grad_hooks
-            hooks[taker.id] = hooks.pop(taker.id)  # torch's order is that of a dict
+        self.grad_hooks.renew_accumulators(seated)
 
     def guard(self, answer: Answer) -> None:
         """From now on `answer` is asked for the result of what uses a parameter that is not
@@ -228,14 +236,16 @@ class HZPRuntime(StepScheduler):
         kinds = {type(param) for unit in self.units for param in unit.params}
         guarded = {kind: new_guarded_class(kind, answer) for kind in kinds}
         for unit in self.units:
-            unit.guard([guarded[type(param)] for param in unit.params])
+            unit.guard.arm([guarded[type(param)] for param in unit.params])
+            if not unit.is_unsharded:
+                unit.guard.hide()
         self._resting = [unit for unit in self.units if unit.is_always_unsharded]
         self.rest()
 
     def rest(self) -> None:
         """No forward or backward is under way."""
         for unit in self._resting:
-            unit.hide()
+            unit.guard.hide()
 
     def detach(self) -> None:
         """Close and remove every hook; the parameters stay sharded."""
@@ -245,7 +255,7 @@ class HZPRuntime(StepScheduler):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            self._accumulators.clear()
+            self.grad_hooks.remove()
 
     def zero_grads(self, number: int | None = None) -> None:
         """Start a step, or start it again: forget all gradients and any unfinished backward.
@@ -253,9 +263,9 @@ class HZPRuntime(StepScheduler):
         number: see StepScheduler.zero_grads.
         """
         self._batch = _MicroBatch()
+        self._compute_marks.forget()
         self._captured_grads.forget()
-        if not self._accumulators:
-            self._accumulators = [node for unit in self.units for node in _accumulators_of(unit)]
+        self.grad_hooks.hold_accumulators(self.units)
         self._saved_views.begin_step(self.gathers.viewed)
         self._announce_fusion()
         super().zero_grads(number)
@@ -309,9 +319,9 @@ class HZPRuntime(StepScheduler):
         try:
             for unit in units:
                 self._unshard(unit)
-            self._mark_compute("backward", units)
+            self._compute_marks.begin("backward", units)
             yield
-            self._note_compute("backward", units)
+            self._compute_marks.end("backward", units)
             for unit in units:
                 self._reshard(unit)
         finally:
@@ -351,7 +361,7 @@ class HZPRuntime(StepScheduler):
         if self._saved_views.are_needed_by(units):
             self._saved_views.push()
             self._has_pushed[-1] = True
-        self._mark_compute("forward", units)
+        self._compute_marks.begin("forward", units)
 
     def _note_second_call(self, unit: HZPUnit) -> None:
         """Its gradient is complete with that of the first call, the last one of backward."""
@@ -369,7 +379,7 @@ class HZPRuntime(StepScheduler):
             self._saved_views.pop()
         if self.driver.has_failed():
             return  # the error of the call is that failure
-        self._note_compute("forward", units)
+        self._compute_marks.end("forward", units)
         for unit in units:
             self._batch.depth[unit] -= 1
             # A recomputation in backward is followed by that unit's backward: keep it gathered.
@@ -378,22 +388,8 @@ class HZPRuntime(StepScheduler):
                 pointer = 0 if is_whole else unit.full_param_storage.untyped_storage().data_ptr()
                 self._reshard(unit, has_computed=True)
                 if unit in self.gathers.viewed and pointer:
-                    self._refuse_kept_views(unit, pointer)
-
-    def _refuse_kept_views(self, unit: HZPUnit, place: int) -> None:
-        """Raise ConfigurationError where a module of `unit`, or the root itself, keeps a view of
-        the parameters that were gathered at `place`: the next update would not reach it."""
-        users = [module for module, units in self._units_of.items() if unit in units]
-        parts = {part for user in users for part in user.modules()} | {self._root}
-        modules: dict[str, nn.Module] = dict(self._root.named_modules())  # pyright: ignore[reportUnknownArgumentType]
-        named = {name: part for name, part in modules.items() if part in parts}
-        for path, tensor in tensors_kept(named):
-            memory = None if isinstance(tensor, nn.Parameter) else memory_of(tensor)
-            if memory is not None and memory[0] == place:
-                raise ConfigurationError(
-                    f"{path} keeps a view of parameters of {unit.name} after forward, and would "
-                    "keep their values of now: make it in each forward, or let it be a clone()"
-                )
+                    modules = [module for module, own in self._units_of.items() if unit in own]
+                    check_kept_views(unit.name, pointer, self._root, modules)
 
     def before_backward(self, units: list[HZPUnit]) -> None:
         """A gradient has reached an output of the module of `units`."""
@@ -412,13 +408,13 @@ class HZPRuntime(StepScheduler):
             if unit.overwrites_main_grads is not None:
                 self.reductions.provide(unit)
             self._captured_grads.begin(unit)
-        self._mark_compute("backward", units)
+        self._compute_marks.begin("backward", units)
 
     def _begin_backward(self) -> None:
         if not self._batch.in_backward:
             self._batch.in_backward = True
             for unit in self._resting:
-                unit.unhide()
+                unit.guard.reveal()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
 
     @property
@@ -455,7 +451,7 @@ class HZPRuntime(StepScheduler):
         if self._is_within_forward:
             return
         self._begin_backward()
-        self._note_compute("backward", units)
+        self._compute_marks.end("backward", units)
         for unit in (unit for unit in units if not self._batch.depth.get(unit)):
             self._reshard(unit)
             if unit in self._batch.reduced:
@@ -467,7 +463,7 @@ class HZPRuntime(StepScheduler):
 
     def end_backward(self) -> None:
         """Autograd is done with this micro-batch: reduce the remaining units, in unit order."""
-        self._note_compute("backward", self.units)
+        self._compute_marks.end("backward", self.units)
         for unit in self.units:
             self._captured_grads.take(unit)
             if unit in self._batch.started_backward or self.reductions.has_pending(unit):
@@ -480,18 +476,18 @@ class HZPRuntime(StepScheduler):
 
     def _unshard(self, unit: HZPUnit) -> None:
         if unit.is_always_unsharded:
-            unit.unhide()  # and not before: who uses it without a call gets it up to date
+            unit.guard.reveal()  # and not before: who uses it without a call gets it up to date
         # What is made here outlives an inference mode, which would mark it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
                 self.gathers.unshard(unit)
-                self.refuse_write(unit)
+                self.sent_check.check_unwritten(unit)
         self._saved_views.track(unit)
 
     def _reshard(self, unit: HZPUnit, has_computed: bool = False) -> None:
         with _without_modes() if unit.is_unsharded else _NOTHING:
             if has_computed:
-                self.refuse_write_in_use(unit)
+                self.sent_check.check_unwritten_in_use(unit)
             self.gathers.reshard(unit)
 
     def _reduce(self, unit: HZPUnit) -> None:
@@ -499,22 +495,6 @@ class HZPRuntime(StepScheduler):
             self.reduce(unit)
         self._batch.reduced.add(unit)
         self._batch.started_backward.discard(unit)
-
-    def _mark_compute(self, direction: str, units: list[HZPUnit]) -> None:
-        timeline = self.driver.timeline
-        if timeline.is_capturing:
-            for unit in units:
-                self._batch.compute_marks.setdefault((direction, unit), timeline.device.mark())
-
-    def _note_compute(self, direction: str, units: list[HZPUnit]) -> None:
-        """The computation of this direction with `units` has ended, in a captured trace."""
-        if not self._batch.compute_marks:
-            return
-        timeline = self.driver.timeline
-        for unit in units:
-            start = self._batch.compute_marks.pop((direction, unit), None)
-            if start is not None:
-                timeline.note(COMPUTE, f"{direction} {unit.name}", start)
 
 
 # ---- hooks
@@ -536,35 +516,3 @@ def _without_modes() -> AbstractContextManager[None]:
     has_modes = torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
     return _apart() if has_modes or is_transformed else _NOTHING
-
-
-def _attach_grad_hooks(
-    unit: HZPUnit, runtime: HZPRuntime, takes_all: bool
-) -> dict[nn.Parameter, RemovableHandle]:
-    """Take the gradient of every large parameter of `unit` as soon as it is complete, so that
-    another one is added in fp32; small ones are taken together when the unit is reduced.
-
-    takes_all: the small ones too: gradients come from several modules.
-    """
-
-    def hook_of(index: int) -> Callable[[torch.Tensor], None]:
-        return lambda _param: runtime.take_grads(unit, index)
-
-    return {
-        param: param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
-        for index, param in enumerate(unit.params)
-        if param.requires_grad and (takes_all or param.nbytes >= LARGE_GRAD_NBYTES)
-    }
-
-
-def _accumulators_of(unit: HZPUnit) -> list[Any]:
-    """The nodes that accumulate the gradients of `unit`.
-
-    [Note: side streams] Autograd runs such a node on the stream on which it was made, after
-    whatever stream made the gradient. Made when the first step begins (Megatron wraps a model on
-    another stream) and kept, they are those of the stream that computes; so a module may compute
-    its gradients elsewhere, as Megatron's shared experts do.
-    """
-    trained = [param for param in unit.params if param.requires_grad]
-    with unit.own_uses():
-        return [torch.autograd.graph.get_gradient_edge(param).node for param in trained]

@@ -19,12 +19,13 @@ from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import aligned
 from megatron_asynchzp.sharding.memory_map import Extent
 from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.zero.early_sends import EarlySends
 from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.zero.use_order import UseOrder
 
 _logger = logging.getLogger("megatron_asynchzp")
 
@@ -72,17 +73,6 @@ class _Gather:
     task: Task | None
 
 
-@dataclass
-class _Preview:
-    """An update that is sent early. grads: the task whose gradients it reads; update: as for
-    preview_param_steps; is_outdated: a gradient came after it."""
-
-    grads: Task
-    update: Callable[[torch.Tensor], None]
-    task: Task | None = None
-    is_outdated: bool = False
-
-
 class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
 
@@ -95,9 +85,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     nbytes: of memory for gathered parameters.
     warned: topics of the warnings that were logged, each once.
     viewed: units of which a view was found when their memory was to be reused.
-    _used: units of this training step in the order of their first use, those included that are
-        never gathered.
-    _order: of the last step that had a forward, as _used.
+    early_sends, use_order: of the chunk.
     """
 
     def __init__(
@@ -109,14 +97,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         shared: ParamBudget | None = None,
     ):
         self._units, self._driver, self._device = units, driver, driver.device
-        self._used: dict[HZPUnit, None] = {}
-        self._order: list[HZPUnit] = []
+        self.early_sends, self.use_order = EarlySends(), UseOrder(units)
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
         self._syncs: dict[HZPUnit, Task] = {}
-        self._previews: dict[HZPUnit, _Preview] = {}
-        self._room = BackwardRoom()
         self._shards_written: dict[str, Any] = {}
         self.note_written()
         if shared is None:
@@ -131,6 +116,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             self.arena,
             [] if shared is None else shared.chunks,
             None if shared is None else shared.residency,
+            self.early_sends,
         )
         # Seats are memory of their own already.
         if more := nbytes - (self.arena.nbytes - before):
@@ -141,7 +127,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def unshard(self, unit: HZPUnit) -> None:
         """Make the full parameters of `unit` readable on the current stream."""
         if self.is_training:
-            self._used.setdefault(unit)
+            self.use_order.note_use(unit)
         if unit.is_always_unsharded:
             self.restore_shard(unit)
             self.rebuild_now(unit)
@@ -283,46 +269,21 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     # ---- shards
 
     def start_early_send(self, unit: HZPUnit) -> None:
-        preview, gathered = self._previews[unit], self._gathered.get(unit)
+        send, gathered = self.early_sends.send_of(unit), self._gathered.get(unit)
         gather = None if gathered is None else gathered.handle.task
         # One at a time gathers a shard beside the one in use.
         before = self._driver.latest.get("param-sync") if unit.is_main_param_aliased else None
-        self._syncs[unit] = preview.task = self._driver.submit(
+        self._syncs[unit] = send.task = self._driver.submit(
             Task(
                 "param-sync",
                 unit.name,
                 unit.groups.param_sync,
-                lambda: unit.preview_param_steps(preview.update),
+                lambda: unit.preview_param_steps(send.update),
                 ready=(self._shards_written.pop("param-sync", None),),
                 # The gradients, and what else may still read the shard.
-                after=(preview.grads, gather, self._syncs.get(unit), before),
+                after=(send.grads, gather, self._syncs.get(unit), before),
             )
         )
-
-    def preview(self, unit: HZPUnit, grads: Task, update: Callable[[torch.Tensor], None]) -> Task:
-        """Send early what `update` makes of main_param of `unit` when `grads` has ended."""
-        preview = self._previews[unit] = _Preview(grads, update)
-        self.send_early(unit)
-        assert preview.task is not None  # it was not sent before
-        return preview.task
-
-    def was_sent(self, unit: HZPUnit) -> bool:
-        """Whether `unit` was sent before the update."""
-        return unit in self._early_units
-
-    def note_grads(self, unit: HZPUnit) -> None:
-        """The gradient of `unit` is complete; if it was before, then with less in it."""
-        if unit in self._early_units:
-            self._previews[unit].is_outdated = True
-
-    def should_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
-        """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.should_send."""
-        return self._room.should_send(unit.outer_traffic, may_send, is_forced)
-
-    @property
-    def sent(self) -> list[HZPUnit]:
-        """Units that were sent before the update, with all of their gradients."""
-        return [unit for unit in self._early_units if not self._previews[unit].is_outdated]
 
     def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
@@ -330,29 +291,16 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self.drop_spares()
         self.restart()
         self.note_written()
-        self._forget_previews()
-        self.rebuild(unit for unit in self.units_in_order if unit.is_trained and unit not in done)
+        self.early_sends.forget()
+        in_order = self.use_order.units_in_order
+        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
 
-    @property
-    def units_in_order(self) -> list[HZPUnit]:
-        """Return the units as this training step first used them, or one before it if it used none;
-        and then those that it did not use."""
-        return list(dict.fromkeys([*(self._used or self._order), *self._units]))
-
-    def record_order(self) -> None:
-        """The gradients of this step are complete."""
-        self._order = list(self._used or self._order)
-
-    def follow_others(self) -> None:
+    def rebuild_in_last_order(self) -> None:
         """This step has no forward here: rebuild the shards at the places where other ranks, which
         have one, rebuild them."""
-        for unit in self._order:
+        for unit in self.use_order.last_used:
             self.rebuild_now(unit)
             self.note_shard_used(unit)
-
-    def _forget_previews(self) -> None:
-        self._early_units, self._room = {}, BackwardRoom()
-        self._previews.clear()
 
     def await_sync(self, unit: HZPUnit) -> None:
         """Return when the parameter shard of `unit`, which is in use, is up to date. Who uses what
@@ -387,11 +335,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     def begin_step(self) -> None:
         """A step begins, or begins again."""
-        for preview in self._previews.values():  # of a backward that was given up
-            if preview.task is not None:
-                preview.task.wait()
+        self.early_sends.await_all()  # those of a backward that was given up
         self.cancel_early_sends()
-        self._forget_previews()
-        self._used.clear()
+        self.early_sends.forget()
         self.restart()
         self.prefetch()

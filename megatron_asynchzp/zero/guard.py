@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes of parameters that have no values of their own: each use of their elements is noticed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+
+_NOTHING = nullcontext()
 
 Use = Callable[..., Any]
 """A function of torch that may look at the elements of a parameter, or set them."""
@@ -65,3 +68,34 @@ def new_guarded_class(kind: type, answer: Answer) -> type:
             return answer(func, args, kwargs or {})
 
     return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(guard)})
+
+
+class ParamGuard:
+    """Lets the parameters of one unit notice their use while nothing computes with them."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]):
+        self._params = params
+        self._kinds = [type(param) for param in params]
+        self._guarded_kinds: list[type] | None = None
+
+    def arm(self, guarded_kinds: Sequence[type]) -> None:
+        """Let `hide` give each parameter its class of `guarded_kinds` (new_guarded_class)."""
+        self._guarded_kinds = list(guarded_kinds)
+
+    def hide(self) -> None:
+        """Let parameters notice their use from now on: nothing computes with them."""
+        if self._guarded_kinds is not None:
+            for param, kind in zip(self._params, self._guarded_kinds, strict=True):
+                param.__class__ = kind
+
+    def reveal(self) -> None:
+        """Let what comes now compute with the parameters."""
+        if self._guarded_kinds is not None:
+            for param, kind in zip(self._params, self._kinds, strict=True):
+                param.__class__ = kind
+
+    def without_torch_function(self) -> AbstractContextManager[Any]:
+        """Return a context for the engine's own uses, which guarded parameters do not notice."""
+        if self._guarded_kinds is None:
+            return _NOTHING
+        return torch._C.DisableTorchFunctionSubclass()  # pyright: ignore[reportPrivateUsage]

@@ -139,3 +139,27 @@ def refuse_views(model: nn.Module) -> None:
                     f"{path} is a view of {title}, and would keep the values of now: make it in "
                     "forward or as a property, or let it be a clone()"
                 )
+
+
+def check_kept_views(unit: str, storage: int, root: nn.Module, users: Sequence[nn.Module]) -> None:
+    """Check that no module keeps a view of gathered parameters, which the next update would miss.
+
+    Args:
+        unit: Name of their unit.
+        storage: Address of the storage in which they were gathered.
+        root: The model; it may keep such a view itself.
+        users: Modules whose calls need the unit.
+
+    Raises:
+        ConfigurationError: A module of `users` or the root keeps one.
+    """
+    parts = {part for user in users for part in user.modules()} | {root}
+    modules: dict[str, nn.Module] = dict(root.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    named = {name: part for name, part in modules.items() if part in parts}
+    for path, tensor in tensors_kept(named):
+        memory = None if isinstance(tensor, nn.Parameter) else memory_of(tensor)
+        if memory is not None and memory[0] == storage:
+            raise ConfigurationError(
+                f"{path} keeps a view of parameters of {unit} after forward, and would "
+                "keep their values of now: make it in each forward, or let it be a clone()"
+            )

@@ -19,6 +19,7 @@ from megatron_asynchzp.sharding.decisions import GradsInFlight
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.zero.early_sends import EarlySends
 from megatron_asynchzp.zero.taken_grads import (
     has_grads,
     pack_grads,
@@ -101,6 +102,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     nbytes: of the arena, enough for one piece of any unit.
     pieces: of the gradients of each unit that is reduced.
     scale: factor on the summed gradients.
+    early_sends: of the chunk: they read complete gradients.
     residency: decides whose gradients of several micro-batches are added up before they are
         reduced, None for none.
 
@@ -114,16 +116,16 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         pieces: dict[HZPUnit, list[GradPiece]],
         driver: Driver,
         scale: float,
+        early_sends: EarlySends,
         residency: Residency[HZPUnit] | None = None,
     ):
         self.arena = Arena(nbytes, units[0].device, driver.device.record_event)
         super().__init__(self.arena, residency)
-        self._driver, self._scale = driver, scale
+        self._driver, self._scale, self._early_sends = driver, scale, early_sends
         self._pieces = {unit: _Piece.all_of(unit, cut) for unit, cut in pieces.items()}
         self._collected: dict[HZPUnit, _Collected] = {}
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
-        self._previews: dict[HZPUnit, Task] = {}
         self.reached: set[HZPUnit] = set()
 
     # ---- one micro-batch
@@ -213,8 +215,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         was not the last one, or has several backwards: it is added to that sum."""
         if (sync := self._syncs.pop(unit, None)) is not None:
             sync.wait()
-            if (preview := self._previews.pop(unit, None)) is not None:
-                preview.wait()
+            self._early_sends.await_send(unit)
             unit.reopen_grads(self._scale)
 
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
@@ -298,10 +299,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         )
         return self._syncs[unit]
 
-    def note_preview(self, unit: HZPUnit, preview: Task) -> None:
-        """`preview` reads the gradients of `unit` once they are complete."""
-        self._previews[unit] = preview
-
     # ---- the step
 
     def _await_syncs(self) -> None:
@@ -325,5 +322,4 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             self._residency.restart()
         self._await_syncs()
         self._syncs.clear()
-        self._previews.clear()
         self._last_reduction.clear()

@@ -26,6 +26,7 @@ from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_reduce_step
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.early_sends import EarlySends
 from megatron_asynchzp.zero.fingerprint import forget_weights
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -48,16 +49,25 @@ class SentCheck:
 
     units: of the chunk.
     axes: of their sharding groups, innermost first.
-
-    explain: called before a write is refused; may raise an error that knows more of it.
+    early_sends: of the chunk.
+    await_sync: returns when the parameter shard of a unit in use is up to date.
     """
 
-    def __init__(self, units: Sequence[HZPUnit], driver: Driver, axes: Sequence[AxisGroup]):
+    def __init__(
+        self,
+        units: Sequence[HZPUnit],
+        driver: Driver,
+        axes: Sequence[AxisGroup],
+        early_sends: EarlySends,
+        await_sync: Callable[[HZPUnit], None],
+    ):
         self._units = list(units)
         self._driver, self._axes = driver, axes
+        self._early_sends, self._await_sync = early_sends, await_sync
+        self._is_enabled = False
         self._index = {unit: index for index, unit in enumerate(self._units)}
         self._where = units[0].device
-        self.explain: Callable[[], None] = lambda: None
+        self._explain: Callable[[], None] = lambda: None
         forget_weights()  # so that a process that builds several models runs each alike
         self._task: Task | None = None
         self._copied: Any = None  # the event after which _written_answer can be read
@@ -86,15 +96,68 @@ class SentCheck:
         """Return the tensors that it has on the device between two steps."""
         return [vars(self)[name] for name in ("_differs", "_written") if name in vars(self)]
 
-    # ---- at a use
+    # ---- writes of other code
 
-    def refuse_write(self, unit: HZPUnit) -> None:
-        """At a use of `unit`, whose shards are as they were sent last."""
-        self._refuse(unit, unit.sent_record.was_written())
+    def enable_write_checks(self, explain: Callable[[], None]) -> None:
+        """Refuse from now on, at the next use, what other code writes to main parameters.
 
-    def refuse_write_in_use(self, unit: HZPUnit) -> None:
-        """After a call with `unit`, of what its modules wrote to the parameters they got."""
-        self._refuse(unit, unit.sent_record.was_written_in_use(), in_use=1)
+        Now all ranks hold what main_param holds. Without these checks writes between two steps
+        alone are refused.
+
+        Args:
+            explain: Called before a write is refused; may raise an error that knows more of it.
+        """
+        self._is_enabled, self._explain = True, explain
+        for unit in self._units:
+            if unit.is_trained:
+                unit.sent_record.note_sent()
+                unit.sent_record.note_expected(is_as_sent=True)
+                unit.sent_record.is_watched = True
+
+    def note_update(self, current: Collection[HZPUnit], updated: set[HZPUnit] | None) -> None:
+        """Note that the engine is about to send what an update made of the main parameters.
+
+        Args:
+            current: Units of which all ranks have it already.
+            updated: Units that the update wrote to; None: any may have been written.
+        """
+        for unit in self._units if self._is_enabled else ():
+            if unit.is_trained and not unit.is_main_param_away:
+                unit.sent_record.note_expected(is_as_sent=unit in current)
+                if updated is None or unit in updated:
+                    unit.sent_record.note_update()
+
+    def check_unwritten(self, unit: HZPUnit) -> None:
+        """Check at a use of `unit` that its main parameters are what the last update made."""
+        if not (self._is_enabled and unit.is_trained) or unit in self._early_sends.units:
+            return
+        if unit.is_main_param_away:  # no other code finds it on the host
+            return
+        if unit.groups.topology.world_size > 1 or not unit.is_main_param_aliased:
+            self._await_sync(unit)
+            self._refuse(unit, unit.sent_record.was_written())
+
+    def check_unwritten_in_use(self, unit: HZPUnit) -> None:
+        """Check after a call that its modules wrote nothing to the parameters of `unit`."""
+        if self._is_enabled and unit.is_unsharded and unit not in self._early_sends.units:
+            self._await_sync(unit)
+            self._refuse(unit, unit.sent_record.was_written_in_use(), in_use=1)
+
+    def check_unwritten_at_rest(self, with_content: bool) -> None:
+        """Check that no code set the data of parameters between two steps.
+
+        Where write checks are enabled, parameters notice it themselves.
+
+        Args:
+            with_content: See SentRecord.was_replaced_at_rest.
+        """
+        for unit in () if self._is_enabled else self._units:
+            if unit.sent_record.was_replaced_at_rest(with_content):
+                raise ConfigurationError(
+                    f"{unit.name}: the data of its parameters was set or filled between two steps, "
+                    "which is lost where they are in shards; change weights before the model is "
+                    "wrapped, or in the checkpoint that is loaded"
+                )
 
     def _refuse(self, unit: HZPUnit, differs: torch.Tensor | bool, in_use: int = 0) -> None:
         if isinstance(differs, torch.Tensor) and self._driver.device.runs_ahead:
@@ -107,6 +170,20 @@ class SentCheck:
             self._fail_as_written(unit, in_use)
 
     # ---- after an update
+
+    def already_current(self) -> list[HZPUnit]:
+        """Return the units that were sent early and hold what the update made. Collective.
+
+        Where the host does not wait for the comparison, a difference ends the run later.
+        """
+        sent, update = self._early_sends.current_units, self._early_sends.early_update
+        if update is None or not sent:
+            return []
+        self.compare(sent)
+        if self._driver.device.runs_ahead and not update.is_awaited:
+            return sent
+        differing = self.differing()
+        return [unit for unit in sent if unit not in differing]
 
     def compare(self, sent: Collection[HZPUnit]) -> None:
         """Begin to compare `sent` with what the update made, on all ranks. Collective."""
@@ -176,7 +253,7 @@ class SentCheck:
         error = ConfigurationError((_WRITTEN_IN_USE if in_use else _WRITTEN).format(unit.name))
         try:
             if not in_use:
-                self.explain()
+                self._explain()
         except ConfigurationError as known:
             error = known
         # Another rank may have written nothing, or own nothing, and wait for this one: it is told.

@@ -60,7 +60,7 @@ class SentRecord:
         """Count the update as a write of the parameters, so that no backward reads older values."""
         unit = self._unit
         torch.autograd.graph.increment_version(unit.params)
-        with unit.own_uses():
+        with unit.guard.without_torch_function():
             self.versions = [param._version for param in unit.params]
 
     # ---- what other code wrote
@@ -126,6 +126,6 @@ class SentRecord:
         return fingerprint(unit.main_param.storage, dtype)
 
     def _are_versions_changed(self) -> bool:
-        with self._unit.own_uses():
+        with self._unit.guard.without_torch_function():
             now = (param._version for param in self._unit.params)
             return any(map(ne, now, self.versions))

@@ -25,7 +25,6 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
 from megatron_asynchzp.zero.reductions import Reductions
 from megatron_asynchzp.zero.sent_check import SentCheck
@@ -125,14 +124,12 @@ class StepScheduler:
     is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
         sharding group, see `no_sync`.
     _gathers_for: of what kind the last gathers were, see `meet`.
-    early: which units are sent before the update, None for none.
+    early_sends: what is sent before the update; use_order: of the units in a step.
     host_states: of units whose optimizer states are on the host, None for none.
     settings_of_update: what the optimizer is set to, which has to be the same on all ranks.
     state: see StepState; what may be done when, `between_steps` and `refuse_use` say.
     agrees_on_reached: whether `sync_grads` finds out which units have gradients; reached: these, of
         any rank, since gradients were forgotten.
-    _reduced: trained units of the last micro-batch of this step, in order; None before its first
-        backward. _order: those of the last step with one, [Note: no micro-batch].
     """
 
     def __init__(
@@ -151,10 +148,7 @@ class StepScheduler:
         self.step = self.num_begun = 0
         self.state = StepState.IDLE
         self.is_last_micro_batch = False
-        self._reduced: list[HZPUnit] | None = None
         self._gathers_for = "training"
-        self._order: list[HZPUnit] | None = None
-        self.early: EarlyUpdate | None = None
         self.host_states: OnHost | None = None
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
         self._value_of: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -168,13 +162,20 @@ class StepScheduler:
             _refuse_keeping(self.units, "--asynchzp-keep-grads-gb")
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
         self.gathers = Gathers(self.units, config, self.memory.params, driver, self.budgets.params)
+        self.early_sends, self.use_order = self.gathers.early_sends, self.gathers.use_order
         pieces = {
             unit: grad_pieces(unit.layout, unit.groups.topology.sizes.grad, config.grad_slot_nbytes)
             for unit in self.units
             if unit.is_trained and not unit.reduces_in_place
         }
         self.reductions = Reductions(
-            self.units, self.memory.grads, pieces, driver, grad_scale, self.budgets.grads
+            self.units,
+            self.memory.grads,
+            pieces,
+            driver,
+            grad_scale,
+            self.early_sends,
+            self.budgets.grads,
         )
         all_groups = list(dict.fromkeys(unit.groups for unit in self.units))
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
@@ -183,8 +184,9 @@ class StepScheduler:
         self._groups_may_differ = num_in_step < len(axes)
         self._checks_order = config.checks_order
         self._order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
-        self.sent_check = SentCheck(self.units, driver, axes)
-        self._refuses_writes = False
+        self.sent_check = SentCheck(
+            self.units, driver, axes, self.early_sends, self.gathers.await_sync
+        )
 
     # ---- one micro-batch
 
@@ -202,7 +204,7 @@ class StepScheduler:
 
     def reduce(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit`, which are complete for this micro-batch."""
-        self._reduced = self._reduced or []
+        self.use_order.had_backward = True
         self.state = StepState.COLLECTING
         if not unit.is_trained:
             return
@@ -213,25 +215,15 @@ class StepScheduler:
             return
         self.reductions.start_reduction(unit)
         if self.is_last_micro_batch:
-            self._reduced.append(unit)
+            self.use_order.note_completed(unit)
             self._complete_grads(unit)
 
     def _complete_grads(self, unit: HZPUnit) -> None:
         """No later micro-batch changes the gradients of `unit`."""
-        self._send_early(unit, self._start_grad_sync(unit))
-
-    def _start_grad_sync(self, unit: HZPUnit) -> Task:
-        self.gathers.note_grads(unit)
-        return self.reductions.start_sync(unit)
-
-    def _send_early(self, unit: HZPUnit, grads: Task) -> None:
-        """[Note: early update] `grads` completes the gradient of `unit`, while backward goes on."""
-        early = self.early
-        if early is None or not self.gathers.sends_early or self.gathers.was_sent(unit):
-            return
-        if self.gathers.should_send(unit, early.may_send(unit, self.num_begun), early.is_forced):
-            preview = self.gathers.preview(unit, grads, early.preview_of(unit, self.num_begun))
-            self.reductions.note_preview(unit, preview)
+        self.early_sends.note_grads(unit)
+        grads = self.reductions.start_sync(unit)
+        if self.early_sends.choose(unit, grads, self.num_begun):  # [Note: early update]
+            self.gathers.send_early(unit)
 
     # ---- one step
 
@@ -260,12 +252,13 @@ class StepScheduler:
         """
         self.refuse_use()
         self.driver.raise_failure()
-        self._refuse_writes_at_rest(with_content=not self.driver.device.runs_ahead)
+        self.sent_check.check_unwritten_at_rest(with_content=not self.driver.device.runs_ahead)
         self._order_check.send_answer()
         self.gathers.reshard_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
-        self.state, self._reduced = StepState.IDLE, None
+        self.state = StepState.IDLE
+        self.use_order.begin_step()
         self.step = self.step + 1 if number is None else number
         self.num_begun += 1
         self.driver.begin_step(self.step)
@@ -289,10 +282,10 @@ class StepScheduler:
         """
         self.refuse_use()
         self._order_check.wait()
-        if self._reduced is not None or any(map(self.reductions.has_pending, self.units)):
-            self._order = list(self._reduced or ())
+        if self.use_order.had_backward or any(map(self.reductions.has_pending, self.units)):
+            self.use_order.record_completed()
         elif self.state is not StepState.COMPLETE:
-            self._follow_others()
+            self._sync_without_micro_batch()
         for unit in self.units:
             if not unit.is_trained:
                 continue
@@ -301,26 +294,31 @@ class StepScheduler:
             if self.reductions.is_kept(unit) or self.reductions.has_pending(unit):
                 self.reductions.start_reduction(unit)
             if not self.reductions.is_syncing(unit):
-                self._start_grad_sync(unit)
+                self.early_sends.note_grads(unit)
+                self.reductions.start_sync(unit)
         self.reductions.finish()
         self.await_readers()  # gradients are written next, by clipping
-        self.gathers.record_order()
+        self.use_order.record_used()
         if self.agrees_on_reached:
             self.reached = self._agree_on_reached()
         self.state = StepState.COMPLETE
         self._check_order()
         self.sent_check.send_answers()
 
-    def _follow_others(self) -> None:
-        """[Note: no micro-batch] This rank's group has none in this step, and others may have some:
-        what crosses the groups is done as they do it, in the order of the program. That order is
-        the one in which this rank's last step with a micro-batch went.
+    def _sync_without_micro_batch(self) -> None:
+        """Do what crosses the groups where ranks that have a micro-batch do it.
+
+        See [Note: no micro-batch].
         """
-        if self._order is None:
-            self._refuse_unknown_order()
+        if (order := self.use_order.last_completed) is None:
+            if self._groups_may_differ and any(unit.is_trained for unit in self.units):
+                raise ConfigurationError(
+                    "this rank has had no micro-batch yet: each group of ranks takes at least one "
+                    "in the first step of a process; give it an empty one, as model(tokens[:0])"
+                )
             return
-        self.gathers.follow_others()
-        for unit in self._order:
+        self.gathers.rebuild_in_last_order()
+        for unit in order:
             self.reductions.reopen(unit)  # where a micro-batch has several backwards
             self._complete_grads(unit)
 
@@ -336,13 +334,6 @@ class StepScheduler:
         self._order_check.take_largest(flags)
         found = cast("list[int]", flags.tolist())  # pyright: ignore[reportUnknownMemberType]
         return {unit for unit, flag in zip(self.units, found, strict=True) if flag}
-
-    def _refuse_unknown_order(self) -> None:
-        if self._groups_may_differ and any(unit.is_trained for unit in self.units):
-            raise ConfigurationError(
-                "this rank has had no micro-batch yet: each group of ranks takes at least one in "
-                "the first step of a process; give it an empty one, as model(tokens[:0])"
-            )
 
     @property
     def are_grads_synced(self) -> bool:
@@ -362,79 +353,21 @@ class StepScheduler:
 
     def skip_update(self) -> None:
         """In place of the optimizer and of `sync_params`: this step has no update."""
-        if self.early is not None and self.gathers.sent:
-            self.early.note_outcome(self.num_begun, False)
+        self.early_sends.note_outcome(self.num_begun, did_stand=False)
         self.gathers.cancel_early_sends()
 
-    def sync_params(self, may_stand: bool = False) -> None:
+    def sync_params(self, skip_unchanged: bool = False) -> None:
         """After the optimizer: rebuild the parameter shards from main_param, in the background, and
         gather the first units again.
 
-        may_stand: what was sent early is compared with what the update made, and is not sent again
-            where that is the same ([Note: compared with what was sent]). Collective then.
+        skip_unchanged: what was sent early is compared with what the update made, and is not sent
+            again where that is the same ([Note: compared with what was sent]). Collective then.
         """
         self.driver.timeline.end_computation()
-        done = self._find_done() if may_stand else []
-        if self.early is not None and self.gathers.sent:
-            self.early.note_outcome(self.num_begun, bool(done))
-        if self._refuses_writes:
-            for unit in self.units:
-                if unit.is_trained and not unit.is_main_param_away:
-                    unit.sent_record.note_expected(is_as_sent=unit in done)
-                    if unit in self.reached or not may_stand:
-                        unit.sent_record.note_update()
-        self.gathers.start_syncs(done)
-
-    def _find_done(self) -> list[HZPUnit]:
-        """Units that were sent early and are as the update made them, or else end the run later."""
-        sent = self.gathers.sent
-        if self.early is None or not sent:
-            return []
-        self.sent_check.compare(sent)
-        if self.driver.device.runs_ahead and not self.early.is_awaited:
-            return sent
-        differing = self.sent_check.differing()
-        return [unit for unit in sent if unit not in differing]
-
-    # ---- writes of others
-
-    def refuse_writes(self, explain: Callable[[], None]) -> None:
-        """From now on: what is written to main_param otherwise than by an update is refused when
-        the parameters are used next. Now all ranks hold what main_param holds. explain: see
-        SentCheck."""
-        self._refuses_writes, self.sent_check.explain = True, explain
-        for unit in self.units:
-            if unit.is_trained:
-                unit.sent_record.note_sent()
-                unit.sent_record.note_expected(is_as_sent=True)
-                unit.sent_record.is_watched = True
-
-    def refuse_write(self, unit: HZPUnit) -> None:
-        """At a use of `unit`: refuse_writes. A model of one rank alone has nobody to send to."""
-        if not (self._refuses_writes and unit.is_trained) or self.gathers.was_sent(unit):
-            return
-        if unit.is_main_param_away:  # where nobody finds it to write to
-            return
-        if unit.groups.topology.world_size > 1 or not unit.is_main_param_aliased:
-            self.gathers.await_sync(unit)
-            self.sent_check.refuse_write(unit)
-
-    def refuse_write_in_use(self, unit: HZPUnit) -> None:
-        """After a call with `unit`, which may have been sent back meanwhile: refuse_writes, of what
-        its module wrote to its parameters."""
-        if self._refuses_writes and unit.is_unsharded and not self.gathers.was_sent(unit):
-            self.gathers.await_sync(unit)
-            self.sent_check.refuse_write_in_use(unit)
-
-    def _refuse_writes_at_rest(self, with_content: bool) -> None:
-        """Where parameters do not notice their use, refuse what was written between two steps."""
-        for unit in () if self._refuses_writes else self.units:
-            if unit.sent_record.was_replaced_at_rest(with_content):
-                raise ConfigurationError(
-                    f"{unit.name}: the data of its parameters was set or filled between two steps, "
-                    "which is lost where they are in shards; change weights before the model is "
-                    "wrapped, or in the checkpoint that is loaded"
-                )
+        current = self.sent_check.already_current() if skip_unchanged else []
+        self.early_sends.note_outcome(self.num_begun, bool(current))
+        self.sent_check.note_update(current, self.reached if skip_unchanged else None)
+        self.gathers.start_syncs(current)
 
     # ---- what may be done when
 
@@ -475,13 +408,13 @@ class StepScheduler:
         self.settle()
         self.meet("a stream of the weights")
         for unit in self.units:
-            self.refuse_write(unit)
+            self.sent_check.check_unwritten(unit)
         self.sent_check.settle()
         self.driver.timeline.pause()
         self.driver.submitted.shorten()
         before, self.state = self.state, StepState.STREAMING
         try:
-            yield self.gathers.units_in_order
+            yield self.use_order.units_in_order
         finally:
             self.state = before
 
@@ -520,7 +453,7 @@ class StepScheduler:
         """Return when nothing is in flight: the units' states and their communicators are free."""
         self.refuse_sleep()
         self.driver.raise_failure()
-        self._refuse_writes_at_rest(with_content=True)
+        self.sent_check.check_unwritten_at_rest(with_content=True)
         self.gathers.drop_spares()
         self.reductions.finish()
         self.gathers.cancel_early_sends()

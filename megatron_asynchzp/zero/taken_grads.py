@@ -15,7 +15,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 def has_grads(unit: HZPUnit) -> bool:
     """Whether a parameter of `unit` has a gradient that was not taken yet."""
-    with unit.own_uses():
+    with unit.guard.without_torch_function():
         for param in unit.params:
             if param.grad is not None:
                 return True
@@ -35,7 +35,7 @@ def take_grads(unit: HZPUnit, indices: Iterable[int], taken: dict[int, torch.Ten
 
     Another one of the same parameter is added in fp32, in memory of its own.
     """
-    with unit.own_uses():
+    with unit.guard.without_torch_function():
         for index in indices:
             param = unit.params[index]
             if (grad := param.grad) is None:
@@ -66,7 +66,7 @@ def write_grads(
     is_fused = unit.overwrites_main_grads is not None
     new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    with unit.own_uses():
+    with unit.guard.without_torch_function():
         for index in indices:
             param = unit.params[index]
             if (grad := param.grad) is None:

@@ -6,7 +6,6 @@ persistent buffers of their states.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -39,10 +38,9 @@ from megatron_asynchzp.sharding.in_flight import (
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.guard import ParamGuard
 from megatron_asynchzp.zero.marks import Marks
 from megatron_asynchzp.zero.sent_record import SentRecord
-
-_NOTHING = nullcontext()
 
 
 class IllegalTransition(RuntimeError):
@@ -123,8 +121,7 @@ class HZPUnit:
         self.overwrites_main_grads: bool | None = None
         self.coded: CodedGather | None = None
         self._full_param: torch.Tensor | None = None
-        self._kinds = [type(param) for param in self.params]
-        self._guarded_kinds: list[type] | None = None
+        self.guard = ParamGuard(self.params)
         self._allocate_and_shard(shard)
         self.sent_record = SentRecord(self)
 
@@ -176,43 +173,6 @@ class HZPUnit:
     def _point_params_at(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
-
-    def renew_accumulators(self) -> None:
-        """Let the next use of each parameter make a new node that accumulates its gradient, also
-        where a graph of autograd is left that has one: it belongs to the stream on which it was
-        made, and torch refuses to capture with that of another."""
-        other = torch.float64 if self.dtype != torch.float64 else torch.float32
-        nothing = torch.empty(0, dtype=other, device=self.device)
-        for param in self.params:
-            data, param.data = param.data, nothing  # torch forgets the node of another dtype
-            param.data = data
-
-    def guard(self, guarded_kinds: Sequence[type]) -> None:
-        """Let parameters that are not gathered notice their use: each is of its guarded kind then.
-
-        Where they are always gathered, `hide` and `unhide` say when.
-        """
-        self._guarded_kinds = list(guarded_kinds)
-        if not self.is_unsharded:
-            self.hide()
-
-    def hide(self) -> None:
-        """Nothing computes with the parameters: from here on they notice their use."""
-        if self._guarded_kinds is not None:
-            for param, kind in zip(self.params, self._guarded_kinds, strict=True):
-                param.__class__ = kind
-
-    def unhide(self) -> None:
-        """Let what comes now compute with the parameters."""
-        if self._guarded_kinds is not None:
-            for param, kind in zip(self.params, self._kinds, strict=True):
-                param.__class__ = kind
-
-    def own_uses(self) -> AbstractContextManager[Any]:
-        """Around uses that guarded parameters are not to notice."""
-        if self._guarded_kinds is None:
-            return _NOTHING
-        return torch._C.DisableTorchFunctionSubclass()  # pyright: ignore[reportPrivateUsage]
 
     @cached_property
     def is_always_unsharded(self) -> bool:
@@ -292,7 +252,7 @@ class HZPUnit:
         if self.is_unsharded:
             raise IllegalTransition(f"{self.name}: its parameters are gathered already")
         self._full_param = full
-        self.unhide()
+        self.guard.reveal()
         self._point_params_at(views)
 
     def reshard(self) -> None:
@@ -301,7 +261,7 @@ class HZPUnit:
             return
         self._point_params_at(self.placeholders)
         self._full_param = None
-        self.hide()
+        self.guard.hide()
 
     @property
     def full_param_storage(self) -> torch.Tensor:
@@ -383,16 +343,10 @@ class HZPUnit:
         shards: memory for it (new_shards). A rank whose parameters got no gradient contributes
         zeros, so that the ranks agree on what is issued.
         """
-        last = yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
-        return followed_by(last, lambda: own.add_(shards[-1]))
-
-    def _reduce_scatter_steps(
-        self, full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
-    ) -> Steps:
-        is_rounded = self.groups.grad_dtype != torch.float32
-        return (rounded_reduce_scatter_steps if is_rounded else reduce_scatter_steps)(
-            full, axes, shards
+        last = yield from _reduce_scatter_steps(
+            full, self.groups.grad_reduce, shards, self.groups.grad_dtype
         )
+        return followed_by(last, lambda: own.add_(shards[-1]))
 
     def sync_grad_steps(self, scale: float) -> Steps:
         """Once per step: sum the gradients over the axes from G to O and over the replicas.
@@ -405,7 +359,7 @@ class HZPUnit:
         last, shards = None, list[torch.Tensor]()
         if groups.grad_sync:
             shards = new_shards(shard, groups.grad_sync, groups.grad_dtype)
-            reduction = self._reduce_scatter_steps(shard, groups.grad_sync, shards)
+            reduction = _reduce_scatter_steps(shard, groups.grad_sync, shards, groups.grad_dtype)
             last = yield from completed(reduction) if groups.replica_sync else reduction
             shard = shards[-1]
         if groups.replica_sync:
@@ -436,7 +390,7 @@ class HZPUnit:
     def zero_grads(self) -> None:
         """Forget every gradient of this step."""
         params: list[Any] = self.params
-        with self.own_uses():
+        with self.guard.without_torch_function():
             for param in params:
                 param.grad = None
                 if self.overwrites_main_grads is not None:
@@ -541,3 +495,16 @@ class HZPUnit:
             if trained and not (self.is_main_param_aliased or self.is_main_param_away)
             else 0,
         }
+
+
+def _reduce_scatter_steps(
+    full: torch.Tensor,
+    axes: Sequence[AxisGroup],
+    shards: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> Steps:
+    """Reduce-scatter in fp32; each contribution travels in `dtype`."""
+    is_rounded = dtype != torch.float32
+    return (rounded_reduce_scatter_steps if is_rounded else reduce_scatter_steps)(
+        full, axes, shards
+    )

@@ -198,7 +198,7 @@ def _engine(
         optimizer = new_adamw([param for params in owned.values() for param in params])
         early = EarlyUpdate(optimizer, owned, is_forced=True)
         if sends_early:
-            runtime.early = early
+            runtime.early_sends.early_update = early
 
         def mark(is_last: bool) -> None:
             runtime.is_last_micro_batch = is_last
@@ -206,7 +206,7 @@ def _engine(
         def end() -> torch.Tensor:
             runtime.sync_grads()
             optimizer.step()
-            runtime.sync_params(may_stand=runtime.step % 2 == 1)
+            runtime.sync_params(skip_unchanged=runtime.step % 2 == 1)
             return _norm_of(param.detach() for params in owned.values() for param in params)
 
         try:

@@ -206,9 +206,9 @@ class NotingScheduler(StepScheduler):
         use, device = self.gathers.unshard, self.driver.device
         self.gathers.unshard = lambda unit: (use(unit), device.compute(unit.name))
 
-    def sync_params(self, may_stand=False) -> None:
+    def sync_params(self, skip_unchanged=False) -> None:
         self.driver.device.updates.append(len(self.driver.device.before))
-        super().sync_params(may_stand)
+        super().sync_params(skip_unchanged)
 
 
 @cache

@@ -176,7 +176,9 @@ class EngineTrainer:
         nothing = [nn.Parameter(torch.zeros(0))]
         self.optimizer = torch.optim.AdamW(params or nothing, lr=1e-2, weight_decay=0.1)
         if sends_early is not None:
-            self.runtime.early = EarlyUpdate(self.optimizer, owned, is_forced=sends_early)
+            self.runtime.early_sends.early_update = EarlyUpdate(
+                self.optimizer, owned, is_forced=sends_early
+            )
 
     def step(self, step: int, micro_batches: int) -> float:
         total = self.local_step(step, micro_batches)
@@ -207,7 +209,7 @@ class EngineTrainer:
                 if factor != 1.0 and param.grad is not None:
                     param.grad.mul_(factor)
         self.optimizer.step()
-        self.runtime.sync_params(may_stand=True)
+        self.runtime.sync_params(skip_unchanged=True)
 
     def _forward_backward(self, step: int, index: int, micro_batches: int) -> torch.Tensor:
         vocab = self.model.embedding.num_embeddings

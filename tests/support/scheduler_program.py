@@ -177,7 +177,9 @@ def execute(
             _note_tasks(driver, done)
             if program.sends_early is not None:
                 owned = {unit: owned_params(unit) for unit in units if unit.is_trained}
-                scheduler.early = EarlyUpdate(new_optimizer(owned), owned, program.sends_early)
+                scheduler.early_sends.early_update = EarlyUpdate(
+                    new_optimizer(owned), owned, program.sends_early
+                )
             _label_places(done)
             for unit in units:
                 _label(device, unit)
@@ -226,7 +228,7 @@ class Runner:
         self.scheduler.sync_grads()
         if self.step.is_applied:
             self._optimizer_step()
-            self.scheduler.sync_params(may_stand=not self.step.is_clipped)
+            self.scheduler.sync_params(skip_unchanged=not self.step.is_clipped)
 
     def _micro_batches(self) -> None:
         total = self.step.micro_batches

@@ -186,7 +186,9 @@ def train_with_scales(sends_early: bool | None) -> tuple[list[list], int]:
     params = [param for params in owned.values() for param in params]
     trainer.optimizer = ScaledAdam(params, lr=1e-2)
     if sends_early:
-        trainer.runtime.early = EarlyUpdate(trainer.optimizer, owned, is_forced=True)
+        trainer.runtime.early_sends.early_update = EarlyUpdate(
+            trainer.optimizer, owned, is_forced=True
+        )
     for step in range(4):
         trainer.backward(step, 1)
         trainer.runtime.sync_grads()

@@ -219,7 +219,9 @@ class Engine(System):
         owned = {unit: owned_params(unit) for unit in self.runtime.units}
         self.optimizer = new_adamw([param for params in owned.values() for param in params])
         if self.is_early:
-            self.runtime.early = EarlyUpdate(self.optimizer, owned, self.is_forced)
+            self.runtime.early_sends.early_update = EarlyUpdate(
+                self.optimizer, owned, self.is_forced
+            )
         self.drain = self.runtime.settle
         self.close = self.runtime.close
 
@@ -238,9 +240,9 @@ class Engine(System):
 
     def update(self) -> None:
         self.runtime.sync_grads()
-        may_stand = self.runtime.early is not None and self._clip() == 1.0
+        skip_unchanged = self.runtime.early_sends.early_update is not None and self._clip() == 1.0
         self.optimizer.step()
-        self.runtime.sync_params(may_stand)
+        self.runtime.sync_params(skip_unchanged)
 
     def _clip(self) -> float:
         """Clip the gradients by their global norm, as Megatron does; the factor."""

@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "no-forward-no-order-of-parameters",
         "law 3: a group without a micro-batch rebuilds parameters in the order of the others",
-        "zero/gathers.py",
-        "[*(self._used or self._order), *self._units]",
+        "zero/use_order.py",
+        "[*(self._used or self.last_used), *self._units]",
         "[*self._used, *self._units]",
         (
             "tests/zero/test_unequal_micro_batches.py::"

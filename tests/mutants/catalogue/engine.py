@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "what-differs-is-not-sent-again",
         "what the update did not make of a unit that was sent is sent again",
-        "zero/step.py",
+        "zero/sent_check.py",
         "return [unit for unit in sent if unit not in differing]",
         "return sent",
         (
@@ -247,7 +247,7 @@ MUTANTS = [
         "written-parameters-are-not-seen",
         "values that are written after the step are refused at their next use",
         "zero/autograd.py",
-        "                self.refuse_write(unit)\n",
+        "                self.sent_check.check_unwritten(unit)\n",
         "",
         "tests/test_changed_behind.py::"
         "test_values_that_are_written_after_the_step_are_refused_at_their_next_use",

@@ -1,0 +1,25 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which units a model chunk has sent before the update that makes them."""
+
+from collections.abc import Hashable
+
+
+class EarlyUnits[Unit: Hashable]:
+    """Units that were sent early, and whether a step may send more.
+
+    Until their update has come their parameter shards hold what belongs to the next step.
+    """
+
+    def __init__(self) -> None:
+        # In the order in which they were sent.
+        self.units: dict[Unit, None] = {}
+        # False for the rest of the run as soon as a unit is used between its early send and the
+        # update.
+        self.is_allowed = True
+
+    def pop_all(self) -> list[Unit]:
+        """Return the units, none of which counts as sent early from now on."""
+        units = list(self.units)
+        self.units.clear()
+        return units
