@@ -27,7 +27,7 @@ class _EarlySend:
 
 
 class EarlySends(EarlyUnits[HZPUnit]):
-    """The early sends of one chunk: chosen in backward, confirmed by the update.
+    """The early sends of a chunk: chosen in backward, confirmed by the update.
 
     main thread  | B u2, choose | B u1, choose |      | optimizer | confirm |
     lanes                  | update and send u2 | update and send u1 |

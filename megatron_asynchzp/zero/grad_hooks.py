@@ -14,7 +14,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class GradHooks:
-    """The hooks after AccumulateGrad of one chunk, and the nodes that they hang on."""
+    """The hooks after AccumulateGrad of a chunk, and the nodes that they hang on."""
 
     def __init__(self) -> None:
         self._handles: dict[nn.Parameter, RemovableHandle] = {}

@@ -71,7 +71,7 @@ def new_guarded_class(kind: type, answer: Answer) -> type:
 
 
 class ParamGuard:
-    """Lets the parameters of one unit notice their use while nothing computes with them."""
+    """Lets the parameters of a unit notice their use while nothing computes with them."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]):
         self._params = params

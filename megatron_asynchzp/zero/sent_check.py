@@ -45,7 +45,7 @@ _NOT_AS_SENT = (
 
 
 class SentCheck:
-    """The comparisons of one model chunk.
+    """The comparisons of a model chunk.
 
     units: of the chunk.
     axes: of their sharding groups, innermost first.

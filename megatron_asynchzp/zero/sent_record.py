@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what this rank sent of one unit's parameters, and finds writes of other code behind it."""
+"""Owns what this rank sent of a unit's parameters, and finds writes of other code behind it."""
 
 import weakref
 from operator import ne
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SentRecord:
-    """Fingerprints and versions of one unit's parameters at the moments when the engine wrote them.
+    """Fingerprints and versions of a unit's parameters at the moments when the engine wrote them.
 
     main thread   | update: note_update, note_expected |         | use: was_written?
     lane          |                                    | note_sent, all-gather |
