@@ -188,11 +188,9 @@ class ShardedParams:
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
         part = part.to(own.device)
-        # Where others were not sent what main_param holds it stays refused. Nobody writes to it on
-        # the host, where it is not noted what is due.
-        is_as_sent = unit.is_trained and (
-            unit.is_main_param_away or not unit.sent_record.was_written()
-        )
+        # A main_param that other ranks were not sent stays refused; none is written on the host.
+        sent = unit.sent_record
+        is_as_sent = unit.is_trained and (unit.is_main_param_away or not sent.was_written())
         if unit.is_trained:
             trained, main = unit.main_param.elements_of(index)
             if trained.numel:
@@ -200,8 +198,8 @@ class ShardedParams:
                 main.copy_(part[inside.start : inside.stop])
         own.copy_(part)
         if is_as_sent:
-            unit.sent_record.note_sent()
-            unit.sent_record.note_expected(is_as_sent=True)
+            sent.note_sent()
+            sent.note_expected(is_as_sent=True)
         unit.marks.note_rewritten()
         self._runtime.gathers.note_written()
 
