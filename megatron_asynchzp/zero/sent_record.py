@@ -4,14 +4,42 @@
 
 import weakref
 from operator import ne
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.buffer import FlatBuffer
+from megatron_asynchzp.sharding.layout import FlatLayout
+from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.fingerprint import fingerprint
+from megatron_asynchzp.zero.guard import ParamGuard
 
-if TYPE_CHECKING:
-    from megatron_asynchzp.zero.unit import HZPUnit
+
+class RecordedUnit(Protocol):
+    """The parts of an HZPUnit that its record reads."""
+
+    params: list[torch.nn.Parameter]
+    device: torch.device
+    dtype: torch.dtype
+    is_trained: bool
+    layout: FlatLayout
+    groups: ShardGroups
+    optim_range: Range
+    model_param: FlatBuffer
+    main_param: FlatBuffer
+    guard: ParamGuard
+    placeholders: list[torch.Tensor]
+    nan: torch.Tensor
+
+    @property
+    def is_always_unsharded(self) -> bool: ...
+    @property
+    def is_unsharded(self) -> bool: ...
+    @property
+    def is_main_param_aliased(self) -> bool: ...
+    @property
+    def full_param_storage(self) -> torch.Tensor: ...
 
 
 class SentRecord:
@@ -21,8 +49,8 @@ class SentRecord:
     lane          |                                    | note_sent, all-gather |
     """
 
-    def __init__(self, unit: "HZPUnit"):
-        self._unit: HZPUnit = weakref.proxy(unit)
+    def __init__(self, unit: RecordedUnit):
+        self._unit: RecordedUnit = weakref.proxy(unit)
         # Whether every send is noted, and not only those before an update.
         self.is_watched = False
         # torch's version counters at the last update; a different value means that other code
