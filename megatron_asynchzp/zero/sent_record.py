@@ -31,9 +31,8 @@ class RecordedUnit(Protocol):
     guard: ParamGuard
     placeholders: list[torch.Tensor]
     nan: torch.Tensor
+    is_always_unsharded: bool
 
-    @property
-    def is_always_unsharded(self) -> bool: ...
     @property
     def is_unsharded(self) -> bool: ...
     @property

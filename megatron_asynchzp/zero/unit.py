@@ -111,6 +111,9 @@ class HZPUnit:
         self.device = self.params[0].device
         self.is_trained = self.params[0].requires_grad
         sizes = groups.topology.sizes
+        # With a shard size of 1 the shard is the whole: parameters are never gathered, and gradients
+        # go straight into main_grad.
+        self.is_always_unsharded, self.reduces_in_place = sizes.param == 1, sizes.grad == 1
         self.layout = FlatLayout.build(
             [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
         )
@@ -173,11 +176,6 @@ class HZPUnit:
     def _point_params_at(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
-
-    @cached_property
-    def is_always_unsharded(self) -> bool:
-        """With a parameter shard size of 1 the shard is the whole: nothing to gather."""
-        return self.groups.topology.sizes.param == 1
 
     @property
     def gathered_nbytes(self) -> int:
@@ -287,11 +285,6 @@ class HZPUnit:
         return own if self.is_main_param_away else [self.main_param.storage, *own]
 
     # ---- gradients
-
-    @cached_property
-    def reduces_in_place(self) -> bool:
-        """With a gradient shard size of 1 the shard is the whole: gradients go straight into it."""
-        return self.groups.topology.sizes.grad == 1
 
     @cached_property
     def whole_grads(self) -> list[torch.Tensor]:
