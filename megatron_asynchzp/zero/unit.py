@@ -111,7 +111,7 @@ class HZPUnit:
         self.device = self.params[0].device
         self.is_trained = self.params[0].requires_grad
         sizes = groups.topology.sizes
-        # With a shard size of 1 the shard is the whole: parameters are never gathered, and gradients
+        # A shard of size 1 is the whole: such parameters are never gathered, and such gradients
         # go straight into main_grad.
         self.is_always_unsharded, self.reduces_in_place = sizes.param == 1, sizes.grad == 1
         self.layout = FlatLayout.build(
