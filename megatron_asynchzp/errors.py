@@ -1,12 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The errors that every part of the package raises for bad input and for packages that are not
-there, and how their lines name ranks."""
+there, the parser whose errors are one line, and how lines name ranks."""
 
 import os
+import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 _MOST_RUNS = 8
 
@@ -49,6 +53,24 @@ class MissingPackage(ConfigurationError):
         package = (error.name or "").partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and not _is_there(package)
         return cls(package, user) if package and is_missing else None
+
+
+class OneLineParser(ArgumentParser):
+    """A parser of a command's own flags that ends with one line, which names the nearest flag."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse as argparse does, after a look for flags that do not exist."""
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words if self._subparsers is None else ():
+            flag, known = word.partition("=")[0], self._option_string_actions
+            if flag.startswith("--") and not any(name.startswith(flag) for name in known):
+                near = [f"; the nearest is {name}" for name in get_close_matches(flag, known, 1)]
+                self.error("".join((f"{flag}: no such flag", *near)))
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with 2 and one line."""
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
 
 
 def require(package: str, user: str) -> None:

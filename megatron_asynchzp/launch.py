@@ -211,15 +211,17 @@ def run_script(script: Path, arguments: list[str]) -> None:
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
+    from megatron_asynchzp.commands import dry_run as command
+
+    asked = command.asked_of(arguments)
     try:
-        from megatron_asynchzp.commands import dry_run as command
         from megatron_asynchzp.mcore import ending, startup
     except ModuleNotFoundError as error:
         if (missing := MissingPackage.of(error, script.name)) is None:
             raise
         raise missing from error
     try:
-        if (asked := command.asked_of(arguments)) is not None:
+        if asked is not None:
             sys.exit(command.dry_run(script, arguments, asked))
         startup.prepare_process(arguments)
         runpy.run_path(str(script), run_name="__main__")

@@ -57,6 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{name}.bin").write_bytes(data)
     (tmp_path / "half.idx").write_bytes(index)
     (tmp_path / "file").write_text("a file")
+    (tmp_path / "void").mkdir()
     (tmp_path / "listed.txt").write_text("1.0 absent")
     (tmp_path / "legacy" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "runs" / "iter_0000010").mkdir(parents=True)
@@ -123,7 +124,8 @@ MISTAKES = {
         f"dry-run --nproc-per-node four {SCRIPT}", "--nproc-per-node four: give"),
     "nodes in words": (f"launch --nnodes two {SCRIPT}", "--nnodes two: give a number of nodes"),
     "a cluster that is not known": (
-        uses("--asynchzp-param-shard-size auto --asynchzp-cluster h1000"), "h1000: No such file"),
+        uses("--asynchzp-param-shard-size auto --asynchzp-cluster h1000"),
+        "h1000: no cluster of that name; the nearest is h100"),
     "two dtypes": (uses("--bf16 --fp16"), "--bf16 and --fp16 exclude each other"),
     "FP4 by quantisers of one's own": (
         uses("--fp4-format e2m1 --fp4-recipe custom --fp4-quantizer-factory a.b"),
@@ -228,6 +230,24 @@ MISTAKES = {
     "a foreign index": (uses("--data-path foreign"), "foreign.idx is not the index"),
     "a dataset without tokens": (uses("--data-path hollow"), "hollow.bin is empty"),
     "a capture that is none": ("inspect file", "file"),
+    "no capture": ("inspect absent.pt", "absent.pt: no such file (capture one with"),
+    "a folder for a capture": ("inspect runs", "runs: is a folder (capture one with"),
+    "a mistyped flag of inspect": ("inspect file --picure x", "--picure: no such flag; the"),
+    "a mistyped flag of calibrate": ("calibrate --tflps 9", "--tflps: no such flag; the nearest"),
+    "a conversion that is none": ("hf exprt", "invalid choice: 'exprt' (choose from"),
+    "a mistyped flag of a conversion": (
+        "hf export --laod runs --output x", "--laod: no such flag; the nearest is --load"),
+    "an export of nothing": ("hf export --load absent --output x", "--load absent: no such folder"),
+    "an export of a file": ("hf export --load file --output x", "--load file: is a file; name a"),
+    "an export of an empty folder": (
+        "hf export --load void --output x", "void: there is no checkpoint of Megatron in it"),
+    "an export of Hugging Face": (
+        "hf export --load llama --output x", "--load llama: is a model of Hugging Face already"),
+    "an import of no model": ("hf import --load void --save x", "there is no config.json in it"),
+    "an export over something": (
+        "hf export --load runs --output llama", "llama exists and is not empty"),
+    "a dry run on no device": (
+        f"dry-run {SCRIPT} --asynchzp-device-gb -3", "--asynchzp-device-gb -3: give the GiB"),
 }
 # fmt: on
 

@@ -4,7 +4,6 @@
 of its layers and heads, and a heat map. Owns the command line; measures nothing itself.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -13,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
+from megatron_asynchzp.errors import ConfigurationError, OneLineParser, no_file_at, require
 
 if TYPE_CHECKING:
     import torch
@@ -28,22 +27,25 @@ FILE is what a run with --asynchzp-capture-attention STEP:FILE wrote, or what to
 
 def main(argv: list[str]) -> int:
     """Return the exit status: 0: no head needs it; 1: some do; 2: the file cannot be read."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="asynchzp inspect", description="Does this model need PASA attention? " + USAGE_FILE
     )
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, help="write every figure there, one line per head")
     parser.add_argument("--picture", type=Path, help="write a heat map per layer there (PNG)")
     options = parser.parse_args(argv)
-    # Only now: --help and a wrong flag need no torch.
-    from megatron_asynchzp.attention.diagnosis import diagnose
-
     try:
+        if options.file.is_dir() or not options.file.exists():
+            fault = "is a folder" if options.file.is_dir() else "no such file"
+            raise ConfigurationError(f"{options.file}: {fault} ({_REMEDY})")
         for path in filter(None, (options.json, options.picture)):
             if fault := no_file_at(path):
                 raise ConfigurationError(f"{path}: {fault}")
         if options.picture:
             require("matplotlib", "--picture")
+        # Only now: what is wrong above needs no torch.
+        from megatron_asynchzp.attention.diagnosis import diagnose
+
         layers = load(options.file)
     except ConfigurationError as error:
         print(f"asynchzp inspect: {error}", file=sys.stderr)

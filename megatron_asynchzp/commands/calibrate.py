@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_asynchzp.errors import no_file_at
+from megatron_asynchzp.errors import OneLineParser, no_file_at
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import cluster_toml
 
@@ -21,7 +21,7 @@ _SIZES = (2**16, 2**20, 2**24, 2**28)  # bytes of the whole tensor
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="asynchzp calibrate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,14 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the words and the environment of a launch show before torch and Megatron are imported:
+"""Owns what the words and the environment of a command show before torch and Megatron are imported:
 a script that is missing, a process that is a rank already, and packages that flags need."""
 
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage, require
-from megatron_asynchzp.mcore.flags.checks import refuse_no_rank
+from megatron_asynchzp.mcore.flags import checks, command_line
+
+DEFAULT_SCRIPT = "pretrain_gpt.py"
 
 
 def split_at_script(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -20,6 +24,29 @@ def split_at_script(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
     if at is None:
         refuse_as_script(argv)
     return list(argv[:at]), argv[at], list(argv[at + 1 :])
+
+
+def parse_before_dashes(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Parse the words up to `--`, and return them and the training command behind it."""
+    own, command = list(argv), list[str]()
+    if "--" in own:
+        place = own.index("--")
+        own, command = own[:place], own[place + 1 :]
+    elif any(word.endswith(".py") for word in own):
+        parser.error(
+            "give the training command after --, as in: -- pretrain_gpt.py --num-layers 32"
+        )
+    return parser.parse_args(own), command
+
+
+def check_training_command(command: Sequence[str], ranks: int) -> None:
+    """Raise ConfigurationError for a missing script, and a batch that `ranks` cannot have."""
+    script, args = Path(command[0]), command_line.parse_words(command[1:])
+    if not script.is_file() and script.name != DEFAULT_SCRIPT:
+        raise ConfigurationError(f"{script}: no such script")
+    args.world_size = ranks
+    if not args.use_checkpoint_args:
+        checks.refuse_sizes(args)
 
 
 def refuse_as_script(argv: Sequence[str]) -> NoReturn:
@@ -44,7 +71,7 @@ def check_rank(argv: Sequence[str]) -> None:
             f"{argv[0]} is for torchrun, which starts ranks; unset RANK, or leave torchrun's "
             "options out"
         )
-    refuse_no_rank()
+    checks.refuse_no_rank()
 
 
 def check_packages(arguments: Sequence[str]) -> None:

@@ -9,20 +9,19 @@ what is refused, and the shard sizes that other flags become. Starts no ranks an
 Exit status: 0 where it starts; 1 where something is refused; 2 for what is no training command.
 """
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_asynchzp.commands import deepspeed, plan_table
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.commands import deepspeed, plan_table, recipes
+from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT, parse_before_dashes
+from megatron_asynchzp.errors import ConfigurationError, OneLineParser
 from megatron_asynchzp.mcore.flags import command_line
 from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
-from megatron_asynchzp.planner.search import PLAIN
 
 if TYPE_CHECKING:
     from megatron_asynchzp.commands.verdict import Verdict
@@ -34,11 +33,7 @@ _OURS = "--use-asynchzp"
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Our flags, and the training command. Exits as argparse does."""
-    own, command = list(argv), list[str]()
-    if "--" in own:
-        place = own.index("--")
-        own, command = own[:place], own[place + 1 :]
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="asynchzp migrate",
         usage="%(prog)s [--cluster NAME_OR_FILE] [--ranks N] FILE | -- TRAINING COMMAND",
         description="What becomes of a training command with --use-asynchzp.",
@@ -51,7 +46,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         "--ranks", type=int, metavar="N", help="of the run (default: its launcher's)"
     )
     parser.add_argument("file", nargs="?", help="a shell script, a recipe, a DeepSpeed JSON")
-    asked = parser.parse_args(own)
+    asked, command = parse_before_dashes(parser, argv)
     if asked.ranks is not None and asked.ranks < 1:
         parser.error(f"--ranks {asked.ranks}: give a number of at least 1")
     if (asked.file is None) == (not command):
@@ -64,23 +59,39 @@ def main(argv: list[str]) -> int:
     """Judge and print; return the exit status. Ends the process for what is no training command."""
     asked, words = parse_args(argv)
     cluster = load_cluster(asked.cluster) if asked.cluster else None
+    if cluster is not None and asked.ranks is not None:
+        cluster = cluster.with_ranks(asked.ranks)
     if words[0].endswith(".json"):
         return deepspeed.migrate(words[0], asked.ranks or (cluster and cluster.num_ranks))
+    source = recipes.read_source(words)
     # Only now: what is wrong above is said without torch and Megatron.
-    from megatron_asynchzp.commands import pretended_world, recipes, verdict
+    from megatron_asynchzp.commands import pretended_world
 
     pretended_world.patch_megatron()
-    command = recipes.read_command(words, recipes.Flags())
+    from megatron_asynchzp.commands import verdict  # after it, as it imports Megatron
+
+    flags = recipes.Flags(pretended_world.megatron_flags())
+    command = recipes.read_command(source, words[0], flags)
     ranks, per_node = command.world
     ranks = asked.ranks or ranks or (cluster.num_ranks if cluster else None)
+    is_assumed = ranks is None
     ranks = ranks or pretended_world.fewest_ranks(command.flags)
     if cluster is not None:
         cluster = cluster.with_ranks(ranks)
         per_node = cluster.ranks_per_node
     per_node = min(per_node or _RANKS_PER_NODE, ranks)
-    script = command.script or pretended_world.DEFAULT_SCRIPT
+    script = command.script or DEFAULT_SCRIPT
     found = verdict.judge([script, *command.flags], ranks, per_node)
-    print(f"{script} on {ranks} ranks, {per_node} a node: {_headline(found)}")
+    if is_assumed and any(" ranks" in line.text for line in found.refused):
+        raise ConfigurationError(
+            f"{words[0]} does not say how many ranks it starts, and {ranks}, the fewest, cannot: "
+            f"{found.refused[0].text}; add --ranks N, the ranks of your run"
+        )
+    print(f"{script} on {ranks} rank{'s' * (ranks > 1)}, {per_node} a node: {_headline(found)}")
+    if is_assumed:
+        print(
+            f"- nothing says how many ranks it starts: {ranks} assumed; give yours with --ranks N"
+        )
     print("".join(f"- {line}\n" for line in command.assumed), end="")
     print("".join(_groups(found)), end="")
     status = EXIT_REFUSED if found.refused else 0
@@ -107,11 +118,14 @@ def _print_shardings(
     columns = ["sharding", "P, G, O", "GiB a rank at rest", "at its peak"]
     columns += [f"step s on {cluster.name}"] if cluster else []
     print(plan_table.grid(columns, [row.cells[: len(columns)] for row in rows]))
+    print(">= leaves out what yours holds beside its states, activations and logits")
     yours, times = rows[0], [row.step_s for row in rows[1:] if row.step_s]
     if yours.step_s and times:
         gain = yours.step_s / min(times) - 1
-        what = "Stay where you are" if gain <= PLAIN else "Worth a change"
-        print(f"{what}: {gain:+.2%} against {yours.title}; asynchzp plan looks at other sizes")
+        print(
+            f"{explain.worth(gain)}: {gain:+.2%} against {yours.title}; asynchzp plan looks at "
+            "other sizes"
+        )
     if ours_s := rows[1].step_s:
         own = found.args.async_save, found.args.save_interval
         saving = explain.saving(rows[1].costing, ours_s, *own)

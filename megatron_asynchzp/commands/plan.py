@@ -8,7 +8,6 @@ line fastest on a cluster. Starts no ranks and needs no device:
 Exit status: 0; 1 where no plan fits into the memory; 2 for what cannot be planned.
 """
 
-import argparse
 import os
 import sys
 from argparse import Namespace
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.commands import plan_table
-from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
+from megatron_asynchzp.commands.launch_words import check_training_command, parse_before_dashes
+from megatron_asynchzp.errors import ConfigurationError, OneLineParser, no_file_at, require
 from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
@@ -35,11 +35,7 @@ _DEPTHS = (1, 2)  # to try, beside that of the flags
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Our flags, and the training command behind `--`. Exits as argparse does."""
-    own, command = list(argv), []
-    if "--" in own:
-        place = own.index("--")
-        own, command = own[:place], own[place + 1 :]
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="asynchzp plan",
         usage="%(prog)s --cluster NAME_OR_FILE [flags] -- SCRIPT [flags of SCRIPT]",
         description="Which sizes make a Megatron command line fastest on a cluster.",
@@ -59,13 +55,14 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     add("--rows", type=int, default=10, metavar="N", help="plans in the table (default 10)")
     add("--picture", type=Path, metavar="PNG", help="time against memory, and the best timeline")
     add("--trace", type=Path, metavar="JSON", help="the best plan's step, for Perfetto")
-    asked = parser.parse_args(own)
+    asked, command = parse_before_dashes(parser, argv)
     if not command:
         parser.error(
             "give the training command after --, as in: -- pretrain_gpt.py --num-layers 32"
         )
-    if asked.ranks is not None and asked.ranks < 1:
-        parser.error(f"--ranks {asked.ranks}: give a number of at least 1")
+    for flag, number in (("--ranks", asked.ranks), ("--rows", asked.rows)):
+        if number is not None and number < 1:
+            parser.error(f"{flag} {number}: give a number of at least 1")
     for path, suffix in ((asked.picture, ".png"), (asked.trace, ".json")):
         if path is not None and path.suffix.lower() != suffix:
             parser.error(f"{path}: name a {suffix} file")
@@ -93,7 +90,9 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
     """The model of a training command in a pretended world of the cluster's ranks. Raises
     ConfigurationError for what Megatron or --use-asynchzp refuses."""
     from megatron_asynchzp.commands import pretended_world
-    from megatron_asynchzp.mcore.run import planned
+
+    pretended_world.patch_megatron()
+    from megatron_asynchzp.mcore.run import planned  # after it, as it imports Megatron
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -113,6 +112,7 @@ def main(argv: list[str]) -> int:
         cluster = cluster.with_ranks(asked.ranks)
     for line in cluster.doubts:
         print(f"megatron_asynchzp: {asked.cluster}: {line}", file=sys.stderr)
+    check_training_command(command, cluster.num_ranks)
     setting, args = setting_of(command, cluster)
     space = space_of(setting, args, asked, cluster)
     print(f"{command[0]}: {plan_table.model(setting.model)}", flush=True)
@@ -132,6 +132,7 @@ def _print(outcome: Outcome, space: Space, asked: Namespace, args: Namespace) ->
     assert best is not None
     print(plan_table.setting(space, outcome))
     print(plan_table.plans(outcome, space, asked.rows))
+    print(explain.choice(outcome))
     print(f"Add: {' '.join(plan_table.flags(best, space))}")
     print(f"- {explain.hierarchy(outcome, best)}")
     lines = [*explain.comparisons(outcome, best), explain.stay(outcome, best), explain.limit(best)]

@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 
+from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.arguments import DryRunStop
@@ -39,7 +40,6 @@ _TRANSFORMER_ENGINE = "2.20.0"  # the latest whose Python the tests run
 
 _WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
-DEFAULT_SCRIPT = "pretrain_gpt.py"
 # Megatron's own, whose model is what the flags say.
 OF_FLAGS = (DEFAULT_SCRIPT, "pretrain_hybrid.py", "pretrain_mamba.py")
 _STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
@@ -192,18 +192,15 @@ def parse_script(
 
 
 def parse_command(
-    command: Sequence[str], world_size: int, ranks_per_node: int, needs_script: bool = True
+    command: Sequence[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
     """Parse by `parse_script` if a script is here, else by `parse`: pretrain_gpt.py adds no flag of
-    its own. Data need not be here. command: script and flags. needs_script: whether another script
-    than that has to be here."""
+    its own. Data need not be here. command: script and flags."""
     script, flags = Path(command[0]), list(command[1:])
     with mock.patch.object(checks, "refuse_missing_data", lambda _: None):
         if script.is_file():
             sys.path.insert(0, str(script.resolve().parent))
             return parse_script(script, [*flags, *_STOP], world_size, ranks_per_node)
-        if needs_script and script.name != DEFAULT_SCRIPT:
-            raise ConfigurationError(f"{script}: no such script")
         return parse(flags, world_size, ranks_per_node)
 
 

@@ -9,9 +9,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_asynchzp.commands import pretended_world
+from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT
 from megatron_asynchzp.commands.shell_script import ShellScript, open_variables, with_numbers
 from megatron_asynchzp.errors import ConfigurationError, require
 
@@ -27,37 +29,64 @@ _DATA = frozenset((
 ))
 # fmt: on
 _VOCABULARY = "131072"
+_SUFFIXES = (".sh", ".yaml", ".yml")
+_MANY = 8  # names of variables that a line has
 
 
 @dataclass(frozen=True)
 class Command:
-    """launcher: words that torchrun's options are among; script: "" where none is named; flags: of
-    the script, without files. assumed: lines on what the text leaves open."""
+    """A training command.
 
-    launcher: Sequence[str]
+    script: "" where none is named; flags: of the script, without files. assumed: lines on what the
+    text leaves open.
+    """
+
     script: str
     flags: list[str]
     assumed: list[str]
+    world: "World"
 
-    @property
-    def world(self) -> tuple[int | None, int | None]:
-        """Ranks that torchrun would start and those of a node, None where it does not say."""
-        words = " ".join(self.launcher)
 
-        def number(name: str) -> int | None:
-            found = re.findall(rf"--{name}[= ](\d+)(?= |$)", words)
-            return int(found[-1]) if found else None
+class World(NamedTuple):
+    """Ranks that a command starts and those of a node, None where it does not say."""
 
-        per_node = number("nproc[-_]per[-_]node")
-        nodes = number("nnodes") if re.search(r"--nnodes[= ][^\0]", words) else 1
-        return (per_node * nodes if per_node and nodes else None), per_node
+    ranks: int | None = None
+    per_node: int | None = None
+
+
+def _last_number(pattern: str, text: str) -> int | None:
+    found = re.findall(rf"(?:^| )(?:{pattern})[= ]?(\d+)(?= |$)", text)
+    return int(found[-1]) if found else None
+
+
+def world_of(launcher: Sequence[str], shell: ShellScript | None = None) -> World:
+    """Read the world from the options of torchrun, mpirun or srun, else from the script's lines for
+    Slurm, else from the WORLD_SIZE that the script sets."""
+    job = shell.job if shell else {}
+    steps = [one for one in shell.commands if one[0] == "srun"] if shell else []
+    words = " ".join(word for command in (launcher, *steps) for word in command)
+    per_node = _last_number("--nproc[-_]per[-_]node", words)
+    if re.search("--nproc[-_]per[-_]node", words):
+        nodes = _last_number("--nnodes", words)
+        nodes = nodes or (job.get("nodes", 1) if "--nnodes" in words else 1)
+        ranks = per_node and per_node * nodes
+    elif re.search(r"(^| )mpi(run|exec) ", words):
+        ranks, per_node = _last_number("-np|-n|--np", words), _last_number("-ppn|--npernode", words)
+    else:
+        nodes = _last_number("-N|--nodes", words) or job.get("nodes", 1)
+        per_node = _last_number("--ntasks-per-node", words) or job.get("tasks_per_node")
+        ranks = _last_number("-n|--ntasks", words) or job.get("tasks")
+        ranks = ranks or (per_node and per_node * nodes)
+        ranks = ranks if re.search("(^| )srun ", f"{words} ") else None
+    known = shell.number("WORLD_SIZE") if shell else None
+    return World(ranks or known, per_node)
 
 
 class Flags:
     """Megatron's flags, and how many values each takes."""
 
-    def __init__(self) -> None:
-        self._actions = pretended_world.megatron_flags()
+    def __init__(self, actions: Mapping[str, argparse.Action]) -> None:
+        self._actions = actions
 
     def _split(self, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         """Each flag of Megatron with its values, after the name of its argument; other words one by
@@ -160,21 +189,20 @@ def _values(value: object) -> list[str]:
     return [text]
 
 
-def words_of_yaml(path: Path, flags: Flags) -> tuple[list[str], list[str]]:
-    """The flags of a recipe that trains, and its settings that are none: MODEL_ARGS of Megatron's
-    functional tests, or settings by the names of Megatron's arguments."""
+def _settings_of(path: Path) -> Mapping:
+    """Return the settings of a recipe that trains: MODEL_ARGS of Megatron's functional tests, or
+    all. Raises ConfigurationError for what is no YAML."""
     require("yaml", path.name)
     import yaml
 
     try:
-        recipe = yaml.safe_load(path.read_text())
+        recipe = yaml.safe_load(path.read_text(errors="replace"))
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: not a YAML file: {error}") from error
     if not isinstance(recipe, dict) or recipe.get("MODE", "pretraining") != "pretraining":
-        return [], []
-    arguments = recipe.get("MODEL_ARGS", recipe)
-    words, unknown = flags.of_settings(arguments) if isinstance(arguments, dict) else ([], [])
-    return [re.sub(r"(\$\{\w+\}|\$\w+)", "\0\\1\0", word) for word in words], unknown
+        return {}
+    settings = recipe.get("MODEL_ARGS", recipe)
+    return settings if isinstance(settings, dict) else {}
 
 
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
@@ -188,37 +216,76 @@ def without_flag(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def read_command(words: Sequence[str], flags: Flags) -> Command:
-    """A command line in one word or in several, or the file that it stands in. Raises
-    ConfigurationError, one line, where no training command is there."""
+type Source = ShellScript | Mapping | Sequence[str]
+
+
+def read_source(words: Sequence[str]) -> Source:
+    """Read a command line in one word or in several, or the file that it stands in.
+
+    Raises ConfigurationError for a file that cannot be read or holds no flags. Needs no Megatron.
+    """
+    source: Source = words
     path = Path(words[0])
-    if len(words) == 1 and (path.suffix in (".sh", ".yaml", ".yml") or path.is_file()):
-        return _of_file(path, flags)
-    if len(words) == 1:
-        command = _of_shell(words[0], words[0], flags)
-    else:
-        launcher, script, rest = _at_script(words)
-        kept, others, assumed = flags.read(rest)
-        command = Command(launcher, script, [*kept, *others], assumed)
-    if not command.script and not words[0].startswith("--"):
-        raise ConfigurationError(
-            f"{words[0]}: no such file, and no training command: it names no script (.py)"
-        )
-    return command
+    if len(words) == 1 and path.suffix != ".py":
+        is_file = path.suffix in _SUFFIXES or path.exists() or " " not in words[0]
+        source = _read_file(path) if is_file else ShellScript(words[0], words[0])
+    has_flags = bool(source)
+    if not isinstance(source, Mapping):
+        commands = source.commands if isinstance(source, ShellScript) else [source]
+        has_flags = any(word.startswith("--") for command in commands for word in command)
+    if not has_flags:
+        raise ConfigurationError(f"{words[0]}: no flags of Megatron there")
+    return source
 
 
-def _of_file(path: Path, flags: Flags) -> Command:
+def _read_file(path: Path) -> ShellScript | Mapping:
     if not path.is_file():
-        raise ConfigurationError(f"{path}: no such file")
-    if path.suffix in (".yaml", ".yml"):
-        words, strange = words_of_yaml(path, flags)
-        command = _without_files([], "", words, strange, flags)
-    elif path.suffix == ".sh":
-        command = _of_shell(path.read_text(errors="replace"), str(path), flags)
-    else:
+        near = get_close_matches(path.name, _names_beside(path), 1)
+        fault = "that is a folder; name a file in it" if path.is_dir() else "no such file"
+        if path.suffix not in _SUFFIXES and not path.exists():
+            fault += ", and no training command: it names no script (.py)"
+        raise ConfigurationError(
+            f"{path}: {fault}" + (f"; the nearest is {near[0]}" if near else "")
+        )
+    if path.suffix not in _SUFFIXES:
         raise ConfigurationError(f"{path}: give a .sh, .yaml or .json file, or a command line")
+    try:
+        if path.suffix != ".sh":
+            return _settings_of(path)
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: it cannot be read ({error.strerror})") from error
+    if "\0" in text:
+        raise ConfigurationError(f"{path}: not a text; give a .sh, .yaml or .json file")
+    return ShellScript(text, str(path))
+
+
+def _names_beside(path: Path) -> list[str]:
+    """Return the names of what a user could have meant instead of `path`."""
+    with suppress(OSError):
+        return [one.name for one in path.parent.iterdir() if one.suffix in (*_SUFFIXES, ".json")]
+    return []
+
+
+def read_command(source: Source, name: str, flags: Flags) -> Command:
+    """Find the training command in what `read_source` returns. name: of it, for messages.
+
+    Raises ConfigurationError where it has none of Megatron's flags.
+    """
+    if isinstance(source, ShellScript):
+        command = _of_shell(source, flags)
+    elif isinstance(source, Mapping):
+        words, unknown = flags.of_settings(source)
+        words = [re.sub(r"(\$\{\w+\}|\$\w+)", "\0\\1\0", word) for word in words]
+        command = _without_files([], "", words, unknown, flags)
+    else:
+        launcher, script, rest = _at_script(source)
+        if not script and not source[0].startswith("--"):
+            raise ConfigurationError(f"{name}: no training command: it names no script (.py)")
+        kept, others, assumed = flags.read(rest)
+        return Command(script, [*kept, *others], assumed, world_of(launcher))
     if not command.flags:
-        raise ConfigurationError(f"{path}: no flags of Megatron there")
+        raise ConfigurationError(f"{name}: no flags of Megatron there")
     return command
 
 
@@ -231,10 +298,9 @@ def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]
     return words, "", words
 
 
-def _of_shell(text: str, name: str, flags: Flags) -> Command:
+def _of_shell(shell: ShellScript, flags: Flags) -> Command:
     """Join all commands of the script that gets most of Megatron's flags, with those that name no
     script."""
-    shell = ShellScript(text, name)
     found = [_at_script(words) for words in shell.commands]
     known = [flags.known(rest) for _, _, rest in found]
     numbers = [(bool(script), len(own)) for (_, script, _), own in zip(found, known)]
@@ -248,7 +314,7 @@ def _of_shell(text: str, name: str, flags: Flags) -> Command:
             args += own
             is_split += own[:1] if rest[0].startswith("--") else []
     given = {word.partition("=")[0] for word in args}
-    in_text = {*re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"(^|\s)#.*", "", text))}
+    in_text = {*re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"(^|\s)#.*", "", shell.text))}
     unread = [flag for flag in in_text - given if flags.known([flag])]
     lines = {
         "not of the command for bash, which ends it before, and read all the same": is_split,
@@ -258,7 +324,8 @@ def _of_shell(text: str, name: str, flags: Flags) -> Command:
     }
     told = [f"{title}: {', '.join(sorted(names))}" for title, names in lines.items() if names]
     command = _without_files(launcher, script, args, [], flags)
-    return replace(command, assumed=[*command.assumed, *told])
+    world = world_of(launcher, shell)
+    return replace(command, assumed=[*command.assumed, *told], world=world)
 
 
 def _without_files(
@@ -266,11 +333,16 @@ def _without_files(
 ) -> Command:
     """strange: what is no word and is left out. No flags where none is of Megatron."""
     kept, others, assumed = flags.read(words)
-    if is_open := open_variables([*launcher, *words]):
-        assumed.append(f"nothing sets {', '.join(is_open)}: 1 stands for a value")
+    is_open = open_variables([*launcher, *words])
+    runs = [name for name in is_open if re.match(r"`|\$\((?!\()", name)]
+    for fault, names in (("nothing sets", {*is_open} - {*runs}), ("nothing runs", {*runs})):
+        if names:
+            more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+            named = ", ".join(sorted(names)[:_MANY])
+            assumed.append(f"{fault} {named}{more}: 1 stands for a value")
     name = re.sub(r".*\0.*/", "", script).replace("\0", "")
     others = [word for word in others if word.startswith("--") or not open_variables([word])]
-    if name != pretended_world.DEFAULT_SCRIPT and not Path(name).is_file():
+    if name != DEFAULT_SCRIPT and not Path(name).is_file():
         # Its own parser is not here.
         of_torchrun = re.compile("--(n?nodes|nproc|node|rdzv|master|max.restarts|standalone)")
         strange += [word for word in others if word[:2] == "--" and not of_torchrun.match(word)]
@@ -280,4 +352,4 @@ def _without_files(
         assumed.append(f"no flag or value of Megatron, and left out: {named}")
     if not flags.known(words):
         kept = others = []
-    return Command(launcher, name, with_numbers([*kept, *others]), assumed)
+    return Command(name, with_numbers([*kept, *others]), assumed, world_of(launcher))

@@ -3,8 +3,9 @@
 """Owns which words the commands of a shell script get. Nothing of it is run; the grammar is that of
 bash (its manual, "Shell Operation")."""
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -54,22 +55,66 @@ def with_numbers(words: list[str]) -> list[str]:
     return [_OPEN.sub("1", word) for word in words]
 
 
+def _job_of(text: str) -> dict[str, int]:
+    """Return the numbers of the lines for Slurm: nodes (the fewest), tasks, tasks_per_node."""
+    lines = " ".join(re.findall(r"^#SBATCH[ \t]+([^#\n]*)", text, re.MULTILINE))
+    options = {"nodes": "-N|--nodes", "tasks": "-n|--ntasks", "tasks_per_node": "--ntasks-per-node"}
+    found = {
+        name: re.findall(rf"(?:^|\s)(?:{flags})(?:=|\s+|(?<=-\w))(\d+)", lines)
+        for name, flags in options.items()
+    }
+    return {name: int(numbers[-1]) for name, numbers in found.items() if numbers}
+
+
+def _shell_variables(job: Mapping[str, int]) -> dict[str, str]:
+    """Return what a shell sets by itself, and Slurm in a job."""
+    user = os.environ.get("USER") or "user"
+    names = {"PWD": os.getcwd(), "HOME": f"/home/{user}", "USER": user, "LOGNAME": user}
+    names |= {"HOSTNAME": os.uname().nodename, "SHELL": "/bin/bash", "UID": str(os.getuid())}
+    names |= {
+        "PATH": "/bin",
+        "RANDOM": "1",
+        "SECONDS": "1",
+        "TMPDIR": "/tmp",
+        "$": "1",
+        "0": "x.sh",
+    }
+    names |= {name: os.environ[name] for name in names.keys() & os.environ.keys()}
+    nodes, per_node = job.get("nodes"), job.get("tasks_per_node")
+    tasks = job.get("tasks") or (nodes and per_node and nodes * per_node)
+    slurm = {"NNODES": nodes, "JOB_NUM_NODES": nodes, "NTASKS": tasks, "NPROCS": tasks}
+    slurm["NTASKS_PER_NODE"] = per_node
+    return names | {f"SLURM_{name}": str(number) for name, number in slurm.items() if number}
+
+
 class ShellScript:
     """Reads each command of each branch once, in the order of the text.
 
     commands: their words. set_twice: variables of which the last of several values is read.
+    job: numbers of the lines for Slurm: nodes, tasks, tasks_per_node.
     """
 
     def __init__(self, text: str, name: str) -> None:
         """name: of the text. Raises ConfigurationError, one line, for a quote that has no end."""
         self.commands: list[list[str]] = []
         self.set_twice: dict[str, None] = {}
+        self.text, self._name = text, name
+        self.job = _job_of(text)
+        self._shell = _shell_variables(self.job)
         self._known: dict[str, str | list[str]] = {}
-        self._name = name
         self._read(_HEREDOC.sub(r"\2", text))
-        if not any(word.startswith("--") for words in self.commands for word in words):
+        if not self.has_flags:
             # It writes the script that trains.
             self._read(_HEREDOC.sub(lambda one: one[2] + one[3].replace("\\$", "$"), text))
+
+    @property
+    def has_flags(self) -> bool:
+        return any(word.startswith("--") for words in self.commands for word in words)
+
+    def number(self, name: str) -> int | None:
+        """Return the whole number that the script sets a variable to, None where it does not."""
+        value = self._known.get(name)
+        return int(value) if isinstance(value, str) and value.isdecimal() else None
 
     def _read(self, text: str) -> None:
         words, depth, start = list[str](), 0, len(self.commands)
@@ -78,7 +123,9 @@ class ShellScript:
                 words.append(token["word"])
             elif token["end"] in ("'", '"', "`"):
                 line = text[text.rfind("\n", 0, token.start()) + 1 :].partition("\n")[0]
-                raise ConfigurationError(f"{self._name}: a quote that has no end: {line.strip()}")
+                raise ConfigurationError(
+                    f"{self._name}: a quote that has no end: {line.strip()[:60]}"
+                )
             elif token["end"]:
                 if token["end"] == ")" and not depth:  # a pattern of a case
                     del self.commands[start:]
@@ -150,13 +197,15 @@ class ShellScript:
         is_open = "\0{}\0".format(re.sub(r"\s+", " ", piece))
         if re.match(r"(`|\$\()\s*#", piece):  # a comment within a command
             return ""
+        if piece in ("$(pwd)", "`pwd`"):
+            return self._shell["PWD"]
         if piece.startswith("$(("):
             return self._number(piece[3:-2]) or is_open
         parameter = _PARAMETER.fullmatch(piece[2:-1] if piece[1:2] == "{" else piece[1:])
         if parameter is None:
             return is_open if len(piece) > 1 else piece
         name, index, _, operator, default = parameter.groups()
-        value = self._known.get(name)
+        value = self._known.get(name, self._shell.get(name))
         if isinstance(value, list):
             if index in ("@", "*"):
                 between = " " if index == "*" and text_of == self._in_quotes else "\1"
@@ -175,7 +224,7 @@ class ShellScript:
         """Return the value of $((...)); "" where a part is open."""
 
         def known(found: re.Match[str]) -> str:
-            value = self._known.get(found[0])
+            value = self._known.get(found[0], self._shell.get(found[0]))
             return value if isinstance(value, str) else found[0]
 
         text = re.sub(r"\b[A-Za-z_]\w*", known, self._in_quotes(raw))

@@ -37,6 +37,7 @@ from megatron_asynchzp.planner.contenders import (
     Contender,
 )
 from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.memory import stage_activations
 
 OURS = "--use-asynchzp"
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
@@ -102,7 +103,7 @@ def ask(
                     command_line.check_command_line(command[1:], ranks)
                 except ConfigurationError as error:
                     raise ConfigurationError(str(error)) from error
-                args, lines = pretended_world.parse_command(command, ranks, ranks_per_node, False)
+                args, lines = pretended_world.parse_command(command, ranks, ranks_per_node)
             except ConfigurationError as error:
                 # What is refused even with what was asked for is the reason.
                 refusal = error if environment.keys() & {*_ASKED} else refusal or error
@@ -143,20 +144,24 @@ def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of one sharding. at_rest, peak: bytes of a rank, the peak None for other systems; step_s:
-    predicted, None without a cluster."""
+    """Row of one sharding.
+
+    at_rest, peak: bytes of a rank. is_least: whether the peak lacks what another system holds
+    beside states and activations. step_s: predicted, None without a cluster.
+    """
 
     title: str
     costing: Costing
     at_rest: float
-    peak: float | None
+    peak: float
+    is_least: bool
     step_s: float | None
 
     @property
     def cells(self) -> list[str]:
         sizes = self.costing.plan.sizes
         three = f"{sizes.param}, {sizes.grad}, {sizes.optim}"
-        peak = f"{self.peak / GIB:.2f}" if self.peak else "-"
+        peak = f"{'>= ' * self.is_least}{self.peak / GIB:.2f}"
         step = f"{self.step_s:.3f}" if self.step_s else "-"
         return [self.title, three, f"{self.at_rest / GIB:.2f}", peak, step]
 
@@ -196,11 +201,17 @@ def shardings(
         in_bf16 = given.grad_reduce_in_bf16 or "bf" in str(given.main_grads_dtype)
         grad = None if is_ours else 2 if in_bf16 else 4
         stages = range(one.plan.parallel.pp)
-        at_rest = max(sum(held_nbytes(one, i, grad).values()) for i in stages)
+        held = [sum(held_nbytes(one, i, grad).values()) for i in stages]
+        active = [stage_activations(one.setting, i) for i in stages]
+        peaks = [
+            nbytes + its.kept + its.buffer + max(its.logits, its.working)
+            for nbytes, its in zip(held, active)
+        ]
         system = None if is_ours else _system_of(given)
         if system is not None:
             one = replace(one, plan=system.plan(one.plan), known={})
             title += f" ({system.name})"
         step_s = one.step().step_s if cluster is not None and one.has_room else None
-        found.append(Row(title, one, at_rest, one.memory.total if is_ours else None, step_s))
+        peak = one.memory.total if is_ours else max(peaks)
+        found.append(Row(title, one, max(held), peak, not is_ours, step_s))
     return found

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_asynchzp.checkpoint_files.errors import one_line
-from megatron_asynchzp.errors import ConfigurationError, require
+from megatron_asynchzp.checkpoint_files.other_format import is_hugging_face
+from megatron_asynchzp.errors import ConfigurationError, OneLineParser, require
+from megatron_asynchzp.hf.output_folder import check_unoccupied
 from megatron_asynchzp.hf.progress import show_progress
 
 # As argparse exits for a wrong command line, and a shell for SIGINT.
@@ -31,6 +33,7 @@ def main(argv: list[str]) -> None:
     try:
         for package in ("transformers", "safetensors", "megatron"):
             require(package, f"asynchzp hf {args.command}")
+        _check_folders(args)
         args.run(args)
     except ConfigurationError as error:
         _end(str(error), _EXIT_USAGE)
@@ -44,13 +47,32 @@ def main(argv: list[str]) -> None:
         _end("interrupted, nothing was written", _EXIT_INTERRUPTED)
 
 
+def _check_folders(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for folders that cannot be meant, before torch is imported."""
+    is_export = args.command == "export"
+    check_unoccupied(args.output if is_export else args.save)
+    if not args.load.is_dir():
+        fault = "is a file; name a folder" if args.load.exists() else "no such folder"
+    elif is_export and is_hugging_face(args.load):
+        fault = "is a model of Hugging Face already; give a folder that Megatron saved into"
+    elif is_export:
+        names = [path.name for path in args.load.iterdir()]
+        is_missing = not any(name.startswith(("iter_", "release", "latest_")) for name in names)
+        fault = "there is no checkpoint of Megatron in it" if is_missing else ""
+    else:
+        is_missing = not (args.load / "config.json").is_file()
+        fault = "there is no config.json in it; give a folder of Hugging Face" * is_missing
+    if fault:
+        raise ConfigurationError(f"--load {args.load}: {fault}")
+
+
 def _end(text: str, status: int) -> NoReturn:
     print(f"megatron_asynchzp: {text}", file=sys.stderr, flush=True)
     sys.exit(status)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="asynchzp hf",
         description="Convert models between Megatron checkpoints and Hugging Face directories.",
     )

@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,22 @@ _CURVE = "is not a list of [bytes, part] with ascending bytes above 0, parts in 
 
 
 def load_cluster(name_or_file: str) -> Cluster:
-    """One of `cluster_names`, or a file. Raises ConfigurationError, one line, for what is wrong."""
-    path = Path(name_or_file)
-    if name_or_file in cluster_names():
-        path = FOLDER / f"{name_or_file}.toml"
+    """Load one of `cluster_names`, in any case, or a file.
+
+    Raises ConfigurationError for a file that describes no cluster.
+    """
+    path, names = Path(name_or_file), cluster_names()
+    name = name_or_file if path.is_file() else name_or_file.lower()
+    if name in names:
+        path = FOLDER / f"{name}.toml"
     try:
         entries = tomllib.loads(path.read_text())
     except OSError as error:
+        near = get_close_matches(name, names, 1)
+        fault = "no cluster of that name" if not path.exists() else str(error.strerror)
+        fault += f"; the nearest is {near[0]}" if near else ""
         raise ConfigurationError(
-            f"{name_or_file}: {error.strerror}; give a file or one of {', '.join(cluster_names())}"
+            f"{name_or_file}: {fault}; give one of {', '.join(names)}, or a TOML file"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{name_or_file}: not a TOML file: {error}") from error

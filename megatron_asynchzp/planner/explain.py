@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns why a plan was chosen: what limits it, and how far plainer ones are behind."""
 
-from math import ceil
+from math import ceil, inf
 
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.costs import Costing
@@ -10,6 +10,8 @@ from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome
 from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 
+MEAN_ERROR = 0.056
+"""Of predicted steps, over all published runs (docs/planner.md): a smaller gain may be none."""
 _NAMED, _MUCH = 0.005, 0.1  # of a step: what is named, and what can limit it
 _BUSY = 0.9  # of a step: a link that is busy for longer limits it
 
@@ -58,8 +60,42 @@ def stay(outcome: Outcome, best: Candidate) -> str:
         for one, found in outcome.contenders.items()
         if found is not None
     }
-    named = [f"{name} ({gain:+.2%})" for name, gain in gains.items() if gain <= PLAIN]
-    return f"stay where you are with {', '.join(named)}: nothing is gained over it" if named else ""
+    lines = []
+    for least, most, advice in (
+        (-inf, PLAIN, "stay where you are with {}: nothing is gained over it"),
+        (
+            PLAIN,
+            MEAN_ERROR,
+            f"over {{}} the gain is within the planner's error of {MEAN_ERROR:.1%}",
+        ),
+    ):
+        named = [f"{name} ({gain:+.2%})" for name, gain in gains.items() if least < gain <= most]
+        lines += [advice.format(", ".join(named))] if named else []
+    return "; ".join(lines)
+
+
+def worth(gain: float) -> str:
+    """Judge a change that makes steps shorter by `gain`."""
+    if gain <= PLAIN:
+        return "Stay where you are"
+    if gain <= MEAN_ERROR:
+        return f"Measure both, as this is within the planner's mean error of {MEAN_ERROR:.1%}"
+    return "Worth a change"
+
+
+def choice(outcome: Outcome) -> str:
+    """Say what the star in the table marks."""
+    best, fastest = outcome.best, outcome.ranked[0]
+    assert best is not None
+    if best is fastest or best.step_s <= min(one.step_s for one in outcome.ranked):
+        return "* the fastest plan, whose flags follow"
+    first = min(outcome.ranked, key=lambda one: one.step_s)
+    slower = best.step_s / first.step_s - 1
+    reason = f"the sizes of {best.scheme}"
+    if best.scheme not in FLAT:
+        sent, sends = best.costing.node_nbytes / 1e9, first.costing.node_nbytes / 1e9
+        reason = f"{sent:,.1f} GB off a node in place of {sends:,.1f}"
+    return f"* the plan whose flags follow: {slower:.2%} slower than the fastest, with {reason}"
 
 
 def _against(name: str, other: Candidate | None, best: Candidate) -> str:
@@ -95,11 +131,16 @@ def hierarchy(outcome: Outcome, best: Candidate) -> str:
         return "hierarchy pays here: neither ZeRO-3 nor the distributed optimizer fits"
     plain = min(flat, key=lambda one: one.step_s)
     gain = plain.step_s / best.step_s - 1
-    faster = f"{gain:.1%} faster than" if gain > PLAIN else "as fast as"
-    return (
-        f"hierarchy pays here: {faster} {plain.scheme}, whose busiest link is busy for "
-        f"{plain.busiest_link:.0%} of its step in place of {best.busiest_link:.0%}"
+    links = (
+        f"{plain.scheme}, whose busiest link is busy for {plain.busiest_link:.0%} of its step in "
+        f"place of {best.busiest_link:.0%}"
     )
+    if gain <= PLAIN:
+        return f"hierarchy costs nothing here: as fast as {links}"
+    if gain <= MEAN_ERROR:
+        error = f"within the planner's error of {MEAN_ERROR:.1%}"
+        return f"hierarchy may pay here, {error}: {gain:.1%} faster than {links}"
+    return f"hierarchy pays here: {gain:.1%} faster than {links}"
 
 
 def saving(costing: Costing, step_s: float, is_async: bool, interval: int | None) -> str:
@@ -131,9 +172,10 @@ def missed(outcome: Outcome, space: Space) -> str:
     more = _amount(one.costing.memory.total - space.cluster.device.usable_nbytes)
     sizes = one.plan.sizes
     return (
-        f"with {more} more per device ({sizes.param}, {sizes.grad}, {sizes.optim}), "
-        f"micro-batches of {one.plan.batch.size} and recomputation "
-        f"{one.plan.recompute.granularity} could take {bound_s:.3g} s or more"
+        f"a faster plan may be out of memory: ({sizes.param}, {sizes.grad}, {sizes.optim}) in "
+        f"micro-batches of {one.plan.batch.size} with recomputation "
+        f"{one.plan.recompute.granularity} needs {more} more on a device, and its step takes at "
+        f"least {bound_s:.3g} s"
     )
 
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_asynchzp.commands import verdict as of_start
-from megatron_asynchzp.commands.pretended_world import DEFAULT_SCRIPT, fewest_ranks, patch_megatron
-from megatron_asynchzp.commands.recipes import Flags, read_command, without_flag
+from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT
+from megatron_asynchzp.commands.pretended_world import fewest_ranks, megatron_flags, patch_megatron
+from megatron_asynchzp.commands.recipes import Flags, read_command, read_source, without_flag
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.machine import machine_record
 
@@ -114,7 +115,7 @@ def _captures_all_of_layers(flags: list[str]) -> bool:
 
 def _of_list(path: Path) -> Iterator[Case]:
     """The recipes of a JSON file."""
-    megatron = Flags()
+    megatron = Flags(megatron_flags())
     for recipe in json.loads(path.read_text()):
         # As the configuration has it, and not the parser.
         flags = ["--use-nccl-ub" if flag == "--nccl-ub" else flag for flag in recipe["flags"]]
@@ -139,11 +140,11 @@ def find_cases(places: list[Path]) -> Iterator[Case]:
 
 
 def _below(folder: Path) -> Iterator[Case]:
-    flags = Flags()
+    flags = Flags(megatron_flags())
     for path in sorted((*folder.rglob("model_config.yaml"), *folder.rglob("*.sh"))):
         found = list[str]()
         with suppress(ConfigurationError):  # nothing there trains
-            found, _, _ = flags.read(read_command([str(path)], flags).flags)
+            found, _, _ = flags.read(read_command(read_source([str(path)]), str(path), flags).flags)
         if {"--train-iters", "--train-samples"} & set(found):
             yield Case(path, [*found, *(_WRITER if "--async-save" in found else [])])
 

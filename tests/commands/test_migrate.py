@@ -14,6 +14,7 @@ import pytest
 
 from megatron_asynchzp.commands import deepspeed, migrate, validation
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner import explain
 from tests.commands.test_shell_script import words_of_bash
 from tests.support.command_server import Ended, RunCommand, serving
 
@@ -308,12 +309,17 @@ def test_the_number_of_ranks_is_the_same_for_flags_in_one_word_and_in_two(run):
     "words, line",
     [
         ("no_such.sh", "no_such.sh: no such file"),
+        ("scripts/train/lunch.sh", "lunch.sh: no such file; the nearest is launch.sh"),
+        ("scripts/train", "scripts/train: that is a folder; name a file in it"),
+        ("pretrain_gpt.py --bf16", "asynchzp migrate: give the training command after --, as in"),
+        ("--rnaks 8 train.sh", "asynchzp migrate: --rnaks: no such flag; the nearest is --ranks"),
+        ("-- torchrun pretrain_gpt.py", "torchrun: no flags of Megatron there"),
         ("no_such_thing", "no_such_thing: no such file, and no training command"),
         ("README.md", "README.md: give a .sh, .yaml or .json file, or a command line"),
         (".pre-commit-config.yaml", "no flags of Megatron there"),
         ("docs/results/records/census.jsonl", "give a .sh, .yaml or .json file"),
         ("no_such.json", "no_such.json: No such file"),
-        ("--cluster no_such train.sh", "no_such: No such file"),
+        ("--cluster no_such train.sh", "no_such: no cluster of that name; give one of a100"),
         ("--cluster h100 --ranks 12 -- pretrain_gpt.py", "12 ranks do not fill nodes of 8"),
     ],
 )
@@ -322,6 +328,100 @@ def test_what_is_no_training_command_is_one_line_and_status_2(run, words, line):
     assert (status, out) == (2, "")
     (printed,) = err.splitlines()
     assert line in printed
+
+
+UNREADABLE = {
+    "empty.sh": b"", "none.sh": b"echo hello\nls -l\n", "binary.sh": b"PK\0\3 --bf16",
+    "empty.yaml": b"", "open.sh": b"torchrun pretrain_gpt.py --bf16 'x\n",
+    "torn.yaml": b"a: [1, 2\n", "list.yaml": b"- 1",
+}  # fmt: skip
+
+
+def test_what_can_be_known_of_a_file_is_said_without_torch_and_megatron(tmp_path):
+    for name, content in UNREADABLE.items():
+        (tmp_path / name).write_bytes(content)
+    code = f"""
+import sys
+from megatron_asynchzp.commands import migrate
+for name in {[*UNREADABLE, "absent.sh", "."]}:
+    try:
+        migrate.main(["--cluster", "H100", name])
+    except SystemExit as end:
+        assert end.code == 2
+assert not {{"torch", "megatron"}} & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(UNREADABLE) + 2 and done.stdout == ""
+    faults = ["no flags", "no flags", "not a text", "no flags", "a quote that", "not a YAML"]
+    for line, fault in zip(lines, [*faults, "no flags", "no such file", "a folder"]):
+        assert line.startswith("megatron_asynchzp: ") and fault in line, line
+
+
+RANKS = {
+    "torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py": "32 ranks, 8 a node",
+    "torchrun --nproc_per_node=$((4 * 2)) --nnodes=${NNODES:-2} pretrain_gpt.py": "16 ranks, 8",
+    "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=4\nsrun pretrain_gpt.py": "16 ranks, 4 a node",
+    "#SBATCH -N 2\n#SBATCH -n16\nsrun -l bash -c 'pretrain_gpt.py": "16 ranks, 8 a node",
+    "#SBATCH --nodes 2-4\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node 8 pretrain_gpt.py":
+        "16 ranks, 8 a node",
+    "srun -N 2 --ntasks-per-node 4 python pretrain_gpt.py": "8 ranks, 4 a node",
+    "mpirun -np 16 -x A python pretrain_gpt.py": "16 ranks, 8 a node",
+    "G=8\nWORLD_SIZE=$(($G*$N))\nWORLD_SIZE=$((G * 3))\npython pretrain_gpt.py": "24 ranks, 8 a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", RANKS)
+def test_a_script_starts_the_ranks_of_its_launcher_or_of_its_job(run, tmp_path, launcher):
+    flags = MODEL.replace("size 8", "size 96")
+    quote = "'" * (launcher.count("'") % 2)
+    (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{launcher} {flags}{quote}\n")
+    status, out, err = run(str(tmp_path / "train.sh"))
+    assert (status, err) == (0, ""), out
+    assert out.startswith(f"pretrain_gpt.py on {RANKS[launcher]}")
+    assert "nothing says how many ranks" not in out
+
+
+def test_ranks_that_nothing_says_are_assumed_in_a_line_or_asked_for(run):
+    head = run("--", SCRIPT, *MODEL.split()).out.splitlines()
+    assert head[0].startswith(f"{SCRIPT} on 8 ranks, 8 a node: ")
+    assert (
+        head[1] == "- nothing says how many ranks it starts: 8 assumed; give yours with --ranks N"
+    )
+    flags = ["--pipeline-model-parallel-size", "3", "--micro-batch-size", "16"]
+    status, out, err = run("--", SCRIPT, *MODEL.split(), *flags)
+    assert (status, out) == (2, "")
+    assert "does not say how many ranks it starts, and 3, the fewest, cannot: --global-batch" in err
+    assert err.endswith("; add --ranks N, the ranks of your run\n")
+
+
+def test_what_a_shell_sets_by_itself_is_not_missing(run, tmp_path):
+    words = (
+        '--save ${PWD}/a --save-interval 5 --data-cache-path "$HOME/$USER-$(pwd)" --seed $(date)'
+    )
+    (tmp_path / "train.sh").write_text(f"{RUN} {MODEL} {words}")
+    told = assumed(run(str(tmp_path / "train.sh")).out)
+    assert "nothing runs $(date): 1 stands for a value" in told and "nothing sets" not in told
+
+
+@pytest.mark.parametrize("gain, judged", [
+    (-0.1, "Stay"), (0.005, "Stay"), (0.0167, "Measure both"), (0.056, "Measure"), (0.057, "Worth"),
+])  # fmt: skip
+def test_a_gain_below_the_planners_own_error_is_not_worth_a_change(gain, judged):
+    assert explain.worth(gain).startswith(judged)
+    page = (ROOT / "docs" / "planner.md").read_text()
+    assert f"{explain.MEAN_ERROR:.1%} of all" in page  # of published runs
+
+
+def test_the_peak_of_yours_is_at_least_its_states_and_activations(run):
+    large = "--use-distributed-optimizer --hidden-size 2048 --num-layers 8"
+    out = run("--", *launch_words(large)).out
+    columns = next(line for line in out.splitlines() if line.startswith("yours")).split()
+    assert columns[-2] == ">=" and float(columns[-1]) > float(columns[-3])
+    assert ">= leaves out what yours holds beside its states, activations and logits" in out
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 
 from megatron_asynchzp.commands import plan_table
 from megatron_asynchzp.commands.plan import main
+from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster_files import FOLDER, load_cluster
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.plan import Plan
-from megatron_asynchzp.planner.search import search
+from megatron_asynchzp.planner.search import FLAT, search
 from megatron_asynchzp.planner.space import Space
 from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.command_server import Ended, serving
@@ -61,7 +62,7 @@ def test_a_plan_is_printed_with_its_flags_its_reasons_and_its_limit(plan, tmp_pa
     assert "Add: --use-asynchzp --asynchzp-param-shard-size" in out
     assert all(name in out for name in ("ZeRO-3", "HSDP", "distributed optimizer", "limited by"))
     rows = [line for line in out.splitlines() if line.startswith("*")]
-    assert len(rows) == 1 and "%" in rows[0]
+    assert len(rows) == 2 and "%" in rows[0] and rows[1].startswith("* the ")
     assert all(file.stat().st_size > 1000 for file in files)
 
 
@@ -94,7 +95,7 @@ def test_published_models_have_the_parameters_that_their_authors_count(model, pu
 
 
 @pytest.mark.parametrize("words, training, line", [
-    ("--cluster h1000", "pretrain_gpt.py", "h1000: No such file or directory; give a file or"),
+    ("--cluster h1000", "pretrain_gpt.py", "h1000: no cluster of that name; the nearest is"),
     ("--cluster h100 --ranks 12", "pretrain_gpt.py", "h100: 12 ranks do not fill nodes of 8"),
     ("--cluster h100 --ranks 128", "pretrain_gpt.py", "--global-batch-size 16 is not a multiple"),
     (ONE_NODE, "pretrain_gpt.py --freeze-all-layers",
@@ -113,6 +114,24 @@ def test_a_model_that_fits_nowhere_names_the_field_and_what_is_needed(plan, smal
     assert f"{small_cluster}: device.memory_gib: none of" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words, line", [
+    ("--cluster h100 --pictures x -- x.py", "--pictures: no such flag; the nearest is --picture"),
+    ("--cluster h100 --rnaks=8 -- x.py", "--rnaks: no such flag; the nearest is --ranks"),
+    ("--cluster h100 pretrain_gpt.py --bf16", "give the training command after --, as in"),
+    ("--cluster h100 --rows 0 -- x.py", "--rows 0: give a number of at least 1"),
+    ("--cluster H100 -- mine.py --bf16", "mine.py: no such script"),
+    ("--cluster h100 -- pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8",
+     "--global-batch-size 8 is not a multiple of"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_without_megatron(monkeypatch, capsys, words, line):
+    monkeypatch.setattr("megatron_asynchzp.commands.plan.setting_of", lambda *_: pytest.fail("no"))
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert line in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("argv", [
     ["--cluster", "h100"], ["--", "pretrain_gpt.py"],
     ["--cluster", "h100", "--ranks", "0", "--", "x"],
@@ -122,6 +141,25 @@ def test_a_wrong_command_line_is_refused_as_argparse_does(argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
+
+
+def test_the_star_says_how_far_the_chosen_plan_is_behind_the_fastest_and_for_what():
+    plan = Plan(ShardSizes(1, 1, 1), Parallel(), Batch(1, 1024))
+    outcome = search(Space(MODEL, load_cluster("h100").with_ranks(16), 64, plan))
+    light = min(outcome.ranked, key=lambda one: one.costing.node_nbytes)
+    heavy = max(outcome.ranked, key=lambda one: one.costing.node_nbytes)
+    sent, more = (one.costing.node_nbytes / 1e9 for one in (light, heavy))
+    assert light.scheme not in FLAT and more > 2 * sent
+    fast = replace(heavy, step=replace(heavy.step, step_s=1.0))
+    slow = replace(light, step=replace(light.step, step_s=1.002))
+    line = explain.choice(replace(outcome, ranked=(fast, slow)))
+    assert line == (
+        "* the plan whose flags follow: 0.20% slower than the fastest, with "
+        f"{sent:,.1f} GB off a node in place of {more:,.1f}"
+    )
+    assert explain.choice(replace(outcome, ranked=(slow,))) == (
+        "* the fastest plan, whose flags follow"
+    )
 
 
 def test_flags_name_what_differs_from_the_users_own():

@@ -60,7 +60,8 @@ def test_numbers_need_no_cluster_and_are_chosen_by_nobody():
 
 
 @pytest.mark.parametrize("more, line", [
-    ("--asynchzp-param-shard-size auto --asynchzp-cluster h1000", "h1000: No such file"),
+    ("--asynchzp-param-shard-size auto --asynchzp-cluster h1000",
+     "h1000: no cluster of that name; the nearest is h100"),
     ("--asynchzp-param-shard-size auto --asynchzp-cluster h100",
      "h100: its nodes have 8 ranks, those of this run 4"),
     ("--asynchzp-param-shard-size auto --asynchzp-grad-shard-size 3 --asynchzp-cluster h100",

@@ -93,7 +93,10 @@ def test_a_fault_in_a_file_is_one_line_with_the_file_and_the_field(tmp_path, old
 
 
 def test_an_unknown_name_lists_those_that_there_are():
-    with pytest.raises(ConfigurationError, match=r"^h1000: .*give a file or one of a100"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^h1000: no cluster of that name; the nearest is h100; give one of a100",
+    ):
         load_cluster("h1000")
 
 

@@ -67,8 +67,10 @@ def test_who_loses_nothing_is_told_to_stay_and_who_gains_is_not():
     for of, found in outcome.contenders.items():
         assert found is not None
         gains = found.step_s / best.step_s - 1
-        assert (f"{of.name} (" in text) == (gains <= 0.005), (of.name, gains)
-    assert "GTP" in text and "FSDP2" not in text and "distributed optimizer" not in text
+        same, _, unsure = text.partition("; over ")
+        assert (f"{of.name} (" in same) == (gains <= 0.005), (of.name, gains)
+        assert (f"{of.name} (" in unsure) == (0.005 < gains <= 0.056), (of.name, gains)
+    assert "GTP" in same and "FSDP2" not in text and "distributed optimizer" in unsure
     lines = explain.comparisons(outcome, best)
     assert len(lines) == len(CONTENDERS)
 

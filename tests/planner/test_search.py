@@ -49,7 +49,8 @@ def test_hierarchy_wins_between_slow_nodes_with_several_micro_batches():
     assert best.plan.sizes.param <= 8 and best.plan.sizes.optim > 8
     zero3 = outcome.baselines["ZeRO-3"]
     assert zero3 is not None and zero3.step_s > 1.2 * best.step_s
-    assert "hierarchy pays here" in explain.hierarchy(outcome, best)
+    line = "hierarchy may pay here, within the planner's error of 5.6%: 4.2% faster than"
+    assert line in explain.hierarchy(outcome, best)
     assert "limited by" in explain.limit(best)
 
 
