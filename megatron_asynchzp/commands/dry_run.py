@@ -27,14 +27,13 @@ def asked_of(arguments: list[str]) -> Namespace | None:
         raise ConfigurationError(f"{error.argument_name}: {error.message}") from error
     if asked.asynchzp_dry_run is None:
         return None
-    if asked.asynchzp_dry_run < 0:
-        raise ConfigurationError(
-            f"--asynchzp-dry-run {asked.asynchzp_dry_run}: give a number of ranks above 0"
-        )
-    if asked.asynchzp_device_gb is not None and not asked.asynchzp_device_gb > 0:
-        raise ConfigurationError(
-            f"--asynchzp-device-gb {asked.asynchzp_device_gb:g}: give the GiB of one device"
-        )
+    ranks, device_gb, fault = asked.asynchzp_dry_run, asked.asynchzp_device_gb, ""
+    if ranks < 0:
+        fault = f"--asynchzp-dry-run {ranks}: give a number of ranks above 0"
+    elif device_gb is not None and not device_gb > 0:
+        fault = f"--asynchzp-device-gb {device_gb:g}: give the GiB of one device"
+    if fault:
+        raise ConfigurationError(fault)
     return asked
 
 

@@ -3,7 +3,8 @@
 """Owns the pictures of an outcome: time against memory, and the timeline of the best plan."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,8 @@ def spans_of(best: Candidate) -> tuple[int, tuple[Interval, ...]]:
 def write_trace(best: Candidate, file: Path) -> None:
     """Write a trace as --asynchzp-trace does, for Perfetto. Raises ConfigurationError."""
     spans = map(timeline.Span._make, spans_of(best)[1])
-    try:
+    with _naming(f"--trace {file}"):
         file.write_text(json.dumps(timeline.chrome_trace(spans, rank=0)))
-    except OSError as error:
-        raise ConfigurationError(f"--trace {file}: {error.strerror}") from error
 
 
 def draw(outcome: Outcome, space: Space, file: Path) -> None:
@@ -69,10 +68,16 @@ def draw(outcome: Outcome, space: Space, file: Path) -> None:
     _draw_trade(above, outcome, space, best)
     _draw_timeline(below, best)
     styles.add_caption(figure, styles.SIZES_MEANING, _LANES_MEANING)
-    try:
+    with _naming(f"--picture {file}"):
         figure.savefig(file, dpi=styles.DPI)
+
+
+@contextmanager
+def _naming(flag: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ConfigurationError(f"--picture {file}: {error.strerror}") from error
+        raise ConfigurationError(f"{flag}: {error.strerror}") from error
 
 
 def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> None:

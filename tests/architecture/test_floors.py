@@ -27,19 +27,19 @@ FLOORS = {
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
     "at_rest": 819,
-    "attention": 2255,
+    "attention": 2257,
     "checkpoint_files": 1581,
     "comm": 2400,
-    "commands": 3060,
+    "commands": 3231,
     "cpu_platform": 998,
     "failure": 900,
-    "hf": 2838,
+    "hf": 2860,
     "library": 2764,
     "mcore": 10125,
-    "planner": 4291,
+    "planner": 4341,
     "sharding": 1745,
     "zero": 5010,
-    "beside the rooms": 1001,
+    "beside the rooms": 1020,
 }
 # Within the library.
 LIBRARY = {
