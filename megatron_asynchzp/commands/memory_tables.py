@@ -4,6 +4,7 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import astuple
 from math import ceil
 
 from megatron_asynchzp.commands.stages import DryRun
@@ -49,15 +50,8 @@ def _mesh_table(found: DryRun) -> str:
 
 
 def _states_table(found: DryRun) -> str:
-    columns = (
-        "stage",
-        "ranks",
-        "parameters on a rank",
-        "params",
-        "grads",
-        "main params",
-        "moments",
-    )
+    columns = ("stage", "ranks", "parameters on a rank", "params", "grads")
+    columns += ("main params", "moments")
     rows = []
     for stage in found.stages:
         numbers = [_amount(stage.memory.at_rest[state]) for state in stage.formula]
@@ -71,10 +65,8 @@ def _states_table(found: DryRun) -> str:
 
 def memory_table(found: DryRun) -> str:
     """Format peaks by pipeline stage, and what they consist of."""
-    # fmt: off
-    columns = ("stage", "start", "at rest", "in flight", "activations", "logits",
-               "a layer's backward", "total")
-    # fmt: on
+    columns = ("stage", "start", "at rest", "in flight", "activations", "logits")
+    columns += ("a layer's backward", "total")
     rows = [
         (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
         for stage in found.stages
@@ -92,11 +84,8 @@ def memory_columns(memory: Memory) -> tuple[float, ...]:
     """Start-up peak; at rest; in flight; activations; logits; in the backward pass of one layer
     (which is not while the loss is computed); the total, the higher of start and training."""
     active = memory.activations
-    flying, kept = memory.flying, active.kept + active.buffer
-    # fmt: off
-    return (memory.start, memory.states, flying, kept, active.logits, memory.working,
-            memory.total)
-    # fmt: on
+    before = (memory.start, memory.states, memory.flying, active.kept + active.buffer)
+    return (*before, active.logits, memory.working, memory.total)
 
 
 def savings_table(found: DryRun) -> str:
@@ -104,13 +93,8 @@ def savings_table(found: DryRun) -> str:
     if not found.savings:
         return ""
     rows = [
-        (
-            _amount(one.keep_params_nbytes),
-            str(one.gathers),
-            _amount(one.keep_grads_nbytes),
-            str(one.reductions),
-        )
-        for one in found.savings
+        (_amount(params), str(gathers), _amount(grads), str(reductions))
+        for params, gathers, grads, reductions in map(astuple, found.savings)
     ]
     columns = ("--asynchzp-keep-params-gb", "gathers", "--asynchzp-keep-grads-gb", "reductions")
     return _table("What a step asks for on a rank of stage 0, by memory budgets", columns, rows)

@@ -38,14 +38,10 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         usage="%(prog)s [--cluster NAME_OR_FILE] [--ranks N] FILE | -- TRAINING COMMAND",
         description="What becomes of a training command with --use-asynchzp.",
     )
-    names = ", ".join(cluster_names())
-    parser.add_argument(
-        "--cluster", metavar="NAME_OR_FILE", help=f"for times: {names}, or a file of yours"
-    )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="of the run (default: its launcher's)"
-    )
-    parser.add_argument("file", nargs="?", help="a shell script, a recipe, a DeepSpeed JSON")
+    add, names = parser.add_argument, ", ".join(cluster_names())
+    add("--cluster", metavar="NAME_OR_FILE", help=f"for times: {names}, or a file of yours")
+    add("--ranks", type=int, metavar="N", help="of the run (default: its launcher's)")
+    add("file", nargs="?", help="a shell script, a recipe, a DeepSpeed JSON")
     asked, command = parse_before_dashes(parser, argv)
     if asked.ranks is not None and asked.ranks < 1:
         parser.error(f"--ranks {asked.ranks}: give a number of at least 1")

@@ -30,6 +30,7 @@ from megatron_asynchzp.planner.space import VARIED, Space
 
 EXIT_TOO_LARGE = 1
 _OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
+_KEPT = ("micro-batch-size", "recompute")
 _DEPTHS = (1, 2)  # to try, beside that of the flags
 
 
@@ -45,13 +46,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     add("--cluster", required=True, metavar="NAME_OR_FILE", help=f"{names}, or a file of yours")
     add("--ranks", type=int, metavar="N", help="of the run (default: all of the cluster)")
     add("--vary", nargs="+", default=[], choices=VARIED, help="parallel sizes to choose as well")
-    add(
-        "--keep",
-        nargs="+",
-        default=[],
-        choices=("micro-batch-size", "recompute"),
-        help="what stays as the flags have it",
-    )
+    add("--keep", nargs="+", default=[], choices=_KEPT, help="what stays as the flags have it")
     add("--rows", type=int, default=10, metavar="N", help="plans in the table (default 10)")
     add("--picture", type=Path, metavar="PNG", help="time against memory, and the best timeline")
     add("--trace", type=Path, metavar="JSON", help="the best plan's step, for Perfetto")

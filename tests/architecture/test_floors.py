@@ -30,7 +30,7 @@ BUDGETS = {
     "attention": 2257,
     "checkpoint_files": 1581,
     "comm": 2400,
-    "commands": 3231,
+    "commands": 3206,
     "cpu_platform": 998,
     "failure": 900,
     "hf": 2860,
