@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 # The records that documents have places for. A place of one that has not been made yet shows that.
 EXPECTED = {
     *("census", "checkpoints", "clusters", "compare", "compare unlimited", "host_cost"),
-    *("mutants", "parity", "early_update", "early_timeline"),
+    *("mutants", "generated_mutants", "parity", "early_update", "early_timeline"),
     *("pasa_accuracy", "pasa_kernels", "pasa_training", "peaks", "pipeline", "planner_published"),
     *("planner_testbed", "device_schedules", "device_faults", "versions"),
     *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),

@@ -5,30 +5,32 @@
 python -m tests.mutants                all mutants; ends with status 1 where one is not caught
 python -m tests.mutants NAME...        some of them
 python -m tests.mutants --write        all, and replaces docs/results/mutants.md and its record
+python -m tests.mutants --generate 30 --since COMMIT
+                                       mutants that a machine makes of lines that changed since
+                                       then; a journal has those that ran before
 """
 
 import argparse
-import json
+import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.catalogue.mutant import Mutant
-from tests.mutants.run import ROOT, MutantError, Outcome, Verdict, run_mutants
+from tests.mutants.equivalent import EQUIVALENT
+from tests.mutants.generated import Journal, generate, run_generated
+from tests.mutants.lines_run import read_lines_run, watch
+from tests.mutants.page import NOTICED, count_caught, rows_of, summary, write, write_generated
+from tests.mutants.run import ROOT, MutantError, Outcome, Verdict, prepared_tree, run_mutants
 
-COMMAND = "python -m tests.mutants --write"
-TABLE = ROOT / "docs" / "results" / "mutants.md"
-RECORD = ROOT / "docs" / "results" / "records" / "mutants.jsonl"
-_INTRODUCTION = """# The tests notice
-
-Faults are put into a copy of the code on purpose, one at a time, for each law and each mechanism
-of the [architecture](../architecture.md); one fast test, which passed on the unharmed copy, has to
-fail because of each. The record says what each breaks and names its test. A fast test checks that
-each fault still fits the code; the slow tests run them all.
-"""
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+FOLDER = _CACHE / "megatron_asynchzp" / "mutants"
+# They look at texts, or run no code of the package.
+_NO_LINES = ("architecture", "mutants", "test_documents.py", "test_claims.py", "test_site.py",
+             "test_installs.py", "test_packaging.py", "test_environment.py")  # fmt: skip
 
 
 def choose(names: Sequence[str]) -> list[Mutant]:
@@ -37,77 +39,6 @@ def choose(names: Sequence[str]) -> list[Mutant]:
     if unknown := [name for name in names if name not in by_name]:
         raise MutantError(f"{', '.join(unknown)}: no such mutant")
     return [by_name[name] for name in names] or MUTANTS
-
-
-def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
-    """The record: one JSON object for each mutant."""
-    return [
-        {
-            "command": COMMAND,
-            "date": date,
-            "mutant": outcome.mutant.name,
-            "breaks": outcome.mutant.breaks,
-            "file": outcome.mutant.path,
-            "test": outcome.mutant.test,
-            "verdict": outcome.verdict,
-            "seconds": round(outcome.seconds, 1),
-        }
-        for outcome in outcomes
-    ]
-
-
-def merge(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """`new` in place of the rows of the same mutants, in the order of the catalogue."""
-    by_name = {row["mutant"]: row for row in [*old, *new]}
-    return [by_name[mutant.name] for mutant in MUTANTS if mutant.name in by_name]
-
-
-def write(new: Sequence[dict]) -> None:
-    """Bring the record and the page up to date."""
-    old = RECORD.read_text().splitlines() if RECORD.is_file() else []
-    rows = merge([json.loads(line) for line in old], new)
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    TABLE.write_text(table_of(rows))
-
-
-def verdict_of(row: dict) -> Verdict:
-    """Of one mutant's row of the record; older ones, which have none, are of mutants caught."""
-    return Verdict(row.get("verdict", Verdict.CAUGHT))
-
-
-def summary(verdicts: Sequence[Verdict]) -> str:
-    count = Counter(verdicts)
-    text = f"{count[Verdict.CAUGHT]} of {len(verdicts)} caught"
-    return f"{text}, {late} timed out" if (late := count[Verdict.TIMED_OUT]) else text
-
-
-def table_of(rows: Sequence[dict]) -> str:
-    """The Markdown page of a record: how many faults of each law, and of each room of
-    the package, were caught."""
-    lines = [
-        _INTRODUCTION,
-        f"{max(row['date'] for row in rows)} · `{COMMAND}` · {summary([*map(verdict_of, rows)])} · "
-        "[record](records/mutants.jsonl)\n",
-        "| broken in | caught |",
-        "|---|---:|",
-    ]
-    of_place: dict[str, list[dict]] = {}
-    for row in rows:
-        of_place.setdefault(_place_of(row), []).append(row)
-    for place, broken in sorted(of_place.items(), key=lambda item: (item[0][0] == "`", item[0])):
-        count = [verdict_of(row) for row in broken].count(Verdict.CAUGHT)
-        lines.append(f"| {place} | {count} of {len(broken)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _place_of(row: dict) -> str:
-    """The law that the mutant breaks, or the room that it is in."""
-    law, colon, _ = row["breaks"].partition(":")
-    if colon and law.startswith("law "):
-        return law
-    folders = Path(row["file"]).parts[1:-1]
-    return f"`{folders[0]}/`" if folders else "`megatron_asynchzp/`"
 
 
 def report(outcome: Outcome) -> None:
@@ -123,11 +54,51 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; default: all")
     parser.add_argument("--write", action="store_true", help="bring page and record up to date")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests run together")
+    parser.add_argument("--generate", type=int, metavar="N", help="mutants of changed lines")
+    parser.add_argument("--since", metavar="COMMIT", help="lines that changed since this commit")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the generated mutants")
+    parser.add_argument("--first", default="", help="for the page: what was caught at first")
     return parser.parse_args()
+
+
+def run_machine(args: argparse.Namespace) -> int:
+    """Generate mutants and run them; returns 1 where one is neither noticed nor equivalent."""
+    if args.since is None:
+        print("tests.mutants: --generate needs --since COMMIT", file=sys.stderr)
+        return 2
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [str(path) for path in paths if path.parts[1] not in _NO_LINES]
+    mutants = generate(ROOT, args.generate, args.since, args.seed)
+    with prepared_tree() as tree:
+        lines_run, missing = read_lines_run(FOLDER, tree, files)
+        for folder, group in groupby(missing, key=os.path.dirname):
+            print(f"noting which lines the tests of {folder} run", flush=True)
+            watch(FOLDER, tree, list(group))
+        lines_run, _ = read_lines_run(FOLDER, tree, files)
+        journal = Journal(FOLDER / "journal.jsonl")
+        rows = run_generated(mutants, tree, lines_run, journal, args.at_once, report_row)
+    rows = [
+        row | ({"why": EQUIVALENT[row["key"]]} if row["key"] in EQUIVALENT else {}) for row in rows
+    ]
+    if args.write:
+        command = f"python -m tests.mutants --generate {args.generate} --since {args.since}"
+        write_generated(rows, command, datetime.now(UTC).date().isoformat(), args.first)
+    left = [row for row in rows if row["verdict"] not in NOTICED and "why" not in row]
+    print(f"generated mutants: {count_caught(rows)} of {len(rows)} caught, {len(left)} survivors")
+    return int(bool(left))
+
+
+def report_row(row: dict) -> None:
+    """Print what became of a generated mutant."""
+    place = f"{row['file']}:{row['line']}"
+    print(f"{row['key']:13} {row['verdict']:12} {place:45} {row['operator']:18}", end=" ")
+    print(f"{row['seconds']:4.0f} s  {row['test']}", flush=True)
 
 
 def main() -> int:
     args = parse_arguments()
+    if args.generate:
+        return run_machine(args)
     try:
         mutants = choose(args.names)
         outcomes = run_mutants(mutants, args.at_once, report)

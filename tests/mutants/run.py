@@ -4,18 +4,22 @@
 mutant of its own.
 """
 
+import compileall
+import contextlib
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.mutants import warm_pytest
 from tests.mutants.catalogue.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +29,9 @@ _TIME_LIMIT_S = 180.0
 # pytest's exit status where tests ran and one failed; all others but 0 mean that none was decided.
 _PASSED, _FAILED = 0, 1
 _ENDLESS = None
+_KEPT = 20_000  # characters of pytest's output, whose end names what failed
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload(list(warm_pytest.PRELOADED))
 
 
 class MutantError(RuntimeError):
@@ -82,72 +89,69 @@ def run_mutants(
 
     def run(mutant: Mutant) -> Outcome:
         start_s = time.monotonic()
-        status, text = _run_tests([mutant.test], bytecode, mutant)
+        status, text = run_tests([mutant.test], tree, mutant)
         verdict = verdicts.get(status, Verdict.MISSED)
         outcome = Outcome(mutant, verdict, time.monotonic() - start_s, text)
         report(outcome)
         return outcome
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
-        bytecode = Path(folder)
+    with prepared_tree() as tree, ThreadPoolExecutor(at_once) as pool:
         # All at once: they share what their ranks are forked from.
         unharmed = list(dict.fromkeys(mutant.test for mutant in mutants))
-        status, text = _run_tests(unharmed, bytecode)
+        status, text = run_tests(unharmed, tree)
         if status != _PASSED:
             raise MutantError(f"a test fails on the unharmed tree:\n{text}")
         return list(pool.map(run, mutants))
 
 
-def _run_tests(
-    tests: list[str], bytecode: Path, mutant: Mutant | None = None
+def run_tests(
+    tests: Sequence[str],
+    base: Path,
+    mutant: Mutant | None = None,
+    limit_s: float | None = None,
+    options: Sequence[str] = ("-x",),
 ) -> tuple[int | None, str]:
-    """pytest's status, or _ENDLESS, and the end of what it printed.
+    """Return pytest's status, or _ENDLESS, and the end of its output.
 
-    bytecode: where Python keeps what it compiles, of torch above all, from run to run.
+    base: a copy of the tree with what Python compiles of it, from `prepared_tree`.
+    options: of pytest.
     """
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        _copy_tree(copy)
+        copy, log = Path(folder) / "tree", Path(folder) / "log"
+        shutil.copytree(base, copy)
         if mutant is not None:
-            (copy / mutant.path).write_text(mutated(mutant))
-        env = os.environ | {"PYTHONPATH": str(copy), "PYTHONPYCACHEPREFIX": str(bytecode)}
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        # A session of its own: its ranks end with it.
-        process = subprocess.Popen(
-            [*command, "-m", "not slow", *tests],
-            cwd=copy,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        limit_s = _TIME_LIMIT_S + 10 * len(tests)
-        try:
-            text, _ = process.communicate(timeout=limit_s)
-            status: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            status, text = _ENDLESS, f"not finished after {limit_s:.0f} s"
-        finally:
-            _end_session(process)
-        return status, text[-3000:]
+            (copy / mutant.path).write_text(mutated(mutant, base))
+        words = [*options, *tests]
+        arguments = (copy, base.parent / "bytecode", log, words)
+        process = _WARM.Process(target=warm_pytest.main, args=arguments)
+        process.start()
+        limit_s = limit_s or _TIME_LIMIT_S + 10 * len(tests)
+        process.join(limit_s)
+        status = process.exitcode
+        _end_session(process)
+        text = log.read_text(errors="replace")[-_KEPT:] if log.is_file() else ""
+        return status, text if status is not None else f"not finished after {limit_s:.0f} s"
 
 
-def _copy_tree(copy: Path) -> None:
-    copy.mkdir()
-    for name in _COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, copy / name)
+@contextlib.contextmanager
+def prepared_tree() -> Iterator[Path]:
+    """Copy what tests need, and compile it once for all mutants."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        tree.mkdir()
+        for name in _COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        compileall.compile_dir(tree, quiet=2)
+        yield tree
 
 
-def _end_session(process: subprocess.Popen) -> None:
-    """Kill what is left of it, the forkserver of its ranks included."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
-    process.wait()
+def _end_session(process: BaseProcess) -> None:
+    """Kill what is left of it, the servers of its ranks included."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
+    process.join()

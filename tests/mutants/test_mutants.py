@@ -4,13 +4,21 @@
 published table is that of the record."""
 
 import ast
-import json
 
 import pytest
 
 from tests.mutants import run
-from tests.mutants.__main__ import RECORD, TABLE, rows_of, table_of, verdict_of
 from tests.mutants.catalogue import MUTANTS
+from tests.mutants.page import (
+    GENERATED,
+    RECORD,
+    TABLE,
+    page_of,
+    read_record,
+    rows_of,
+    table_of,
+    verdict_of,
+)
 from tests.mutants.run import ROOT, Mutant, MutantError, Verdict, mutated, run_mutants
 
 
@@ -40,8 +48,8 @@ def test_a_snippet_that_is_not_there_or_twice_is_an_error():
 
 
 def test_the_published_table_is_that_of_its_record_and_has_every_mutant_caught():
-    rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
-    assert TABLE.read_text() == table_of(rows)
+    rows = read_record(RECORD)
+    assert TABLE.read_text() == page_of(rows, read_record(GENERATED))
     assert all(verdict_of(row) is not Verdict.MISSED for row in rows)
     ran = [(row["mutant"], row["file"], row["test"]) for row in rows]
     assert ran == [(mutant.name, mutant.path, mutant.test) for mutant in MUTANTS]
@@ -50,10 +58,10 @@ def test_the_published_table_is_that_of_its_record_and_has_every_mutant_caught()
 def test_a_test_that_does_not_end_is_told_from_one_that_fails(monkeypatch):
     ends = {"caught": 1, "late": None, "missed": 0, "no test": 4}
 
-    def run_tests(tests: list[str], bytecode: object, mutant: Mutant | None = None) -> object:
+    def run_tests(tests: list[str], tree: object, mutant: Mutant | None = None) -> object:
         return ends[mutant.name] if mutant else 0, ""
 
-    monkeypatch.setattr(run, "_run_tests", run_tests)
+    monkeypatch.setattr(run, "run_tests", run_tests)
     mutants = [Mutant(name, "", "comm/arena.py", "class Arena", "", "t::t") for name in ends]
     outcomes = run_mutants(mutants)
     assert [one.verdict for one in outcomes] == ["caught", "timed out", "not caught", "not caught"]

@@ -1,0 +1,168 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the records of mutants, of the catalogue and generated, and the page of both."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.run import ROOT, Outcome, Verdict
+
+COMMAND = "python -m tests.mutants --write"
+TABLE = ROOT / "docs" / "results" / "mutants.md"
+RECORD = ROOT / "docs" / "results" / "records" / "mutants.jsonl"
+GENERATED = RECORD.with_name("generated_mutants.jsonl")
+_INTRODUCTION = """# The tests notice
+
+Faults are put into a copy of the code on purpose, one at a time, for each law and each mechanism
+of the [architecture](../architecture.md); one fast test, which passed on the unharmed copy, has to
+fail because of each. The record says what each breaks and names its test. A fast test checks that
+each fault still fits the code; the slow tests run them all.
+"""
+_GENERATED = """
+## Generated
+
+A machine makes small faults in lines that changed since a commit (an edge of a comparison, an
+operator, a constant by one, a condition, a call left out, two arguments swapped, an early end, an
+empty branch) and runs the fast tests that run the line, as many as half a minute takes. A mutant
+that no test can notice counts as equivalent, with the reason.
+"""
+
+
+def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
+    """The record: one JSON object for each mutant."""
+    return [
+        {
+            "command": COMMAND,
+            "date": date,
+            "mutant": outcome.mutant.name,
+            "breaks": outcome.mutant.breaks,
+            "file": outcome.mutant.path,
+            "test": outcome.mutant.test,
+            "verdict": outcome.verdict,
+            "seconds": round(outcome.seconds, 1),
+        }
+        for outcome in outcomes
+    ]
+
+
+def merge(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """`new` in place of the rows of the same mutants, in the order of the catalogue."""
+    by_name = {row["mutant"]: row for row in [*old, *new]}
+    return [by_name[mutant.name] for mutant in MUTANTS if mutant.name in by_name]
+
+
+def write(new: Sequence[dict]) -> None:
+    """Bring the record and the page up to date."""
+    rows = merge(read_record(RECORD), new)
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    TABLE.write_text(page_of(rows, read_record(GENERATED)))
+
+
+def write_generated(rows: Sequence[dict], command: str, date: str, first: str) -> None:
+    """Replace the record of the generated mutants, and bring the page up to date.
+
+    first: what was caught before tests were added, for the page.
+    """
+    told = {"command": command, "date": date, "first": first}
+    lines = [json.dumps(told | row) for row in sorted(rows, key=lambda row: row["key"])]
+    GENERATED.write_text("\n".join(lines) + "\n")
+    TABLE.write_text(page_of(read_record(RECORD), read_record(GENERATED)))
+
+
+def read_record(path: Path) -> list[dict]:
+    """Return the rows of a record; none where there is none."""
+    return [*map(json.loads, path.read_text().splitlines())] if path.is_file() else []
+
+
+def page_of(rows: Sequence[dict], generated: Sequence[dict]) -> str:
+    """Return the Markdown page of both records."""
+    return table_of(rows) + (generated_table_of(generated) if generated else "")
+
+
+def verdict_of(row: dict) -> Verdict:
+    """Of one mutant's row of the record; older ones, which have none, are of mutants caught."""
+    return Verdict(row.get("verdict", Verdict.CAUGHT))
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    count = Counter(verdicts)
+    text = f"{count[Verdict.CAUGHT]} of {len(verdicts)} caught"
+    return f"{text}, {late} timed out" if (late := count[Verdict.TIMED_OUT]) else text
+
+
+def table_of(rows: Sequence[dict]) -> str:
+    """The Markdown page of a record: how many faults of each law, and of each room of
+    the package, were caught."""
+    lines = [
+        _INTRODUCTION,
+        f"{max(row['date'] for row in rows)} · `{COMMAND}` · {summary([*map(verdict_of, rows)])} · "
+        "[record](records/mutants.jsonl)\n",
+        "| broken in | caught |",
+        "|---|---:|",
+    ]
+    of_place: dict[str, list[dict]] = {}
+    for row in rows:
+        of_place.setdefault(_place_of(row), []).append(row)
+    for place, broken in sorted(of_place.items(), key=lambda item: (item[0][0] == "`", item[0])):
+        count = [verdict_of(row) for row in broken].count(Verdict.CAUGHT)
+        lines.append(f"| {place} | {count} of {len(broken)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _place_of(row: dict) -> str:
+    """The law that the mutant breaks, or the room that it is in."""
+    law, colon, _ = row["breaks"].partition(":")
+    if colon and law.startswith("law "):
+        return law
+    folders = Path(row["file"]).parts[1:-1]
+    return f"`{folders[0]}/`" if folders else "`megatron_asynchzp/`"
+
+
+def generated_table_of(rows: Sequence[dict]) -> str:
+    """Return the part of the page for generated mutants: the share of each room, and survivors."""
+    first = rows[0]
+    lines = [
+        _GENERATED,
+        f"{first['date']} · `{first['command']}` · {_share(rows)} · {first['first']}"
+        f"[record](records/{GENERATED.name})\n",
+        "| room | mutants | caught | equivalent | not caught |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    rooms: dict[str, list[dict]] = {}
+    for row in rows:
+        rooms.setdefault(row["room"], []).append(row)
+    for room, own in sorted(rooms.items()):
+        caught, equivalent = count_caught(own), sum("why" in row for row in own)
+        left = len(own) - caught - equivalent
+        lines.append(f"| `{room}/` | {len(own)} | {caught} | {equivalent} | {left} |")
+    lines += ["", "| survivor | in | verdict |", "|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (row["file"], row["line"])):
+        if row["verdict"] not in NOTICED:
+            change = f"`{_short(row['old'])}` → `{_short(row['new'])}`"
+            verdict = f"equivalent: {row['why']}" if "why" in row else row["verdict"]
+            lines.append(f"| {change} | `{row['function']}` | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+NOTICED = (Verdict.CAUGHT, Verdict.TIMED_OUT)
+
+
+def count_caught(rows: Sequence[Mapping]) -> int:
+    """Return how many a test noticed: it failed, or did not end."""
+    return sum(row["verdict"] in NOTICED for row in rows)
+
+
+def _share(rows: Sequence[dict]) -> str:
+    num = sum("why" not in row for row in rows)
+    caught = count_caught(rows)
+    share = f"{caught} of {num} caught ({caught / max(num, 1):.0%})"
+    return f"{share}, {len(rows) - num} equivalent"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return line if len(line) <= 90 else f"{line[:87]}..."
