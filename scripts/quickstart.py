@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one small GPT twice over the same batches, with stock Megatron DDP and with AsyncHZP,
-and shows both side by side: a table and loss.png. Run by quickstart.sh."""
+"""Trains one small GPT twice over the same batches: stock Megatron DDP, and AsyncHZP."""
 
 import argparse
 import json
@@ -163,7 +162,7 @@ def prepare_text(args: argparse.Namespace, console: Console) -> Path:
 
 @contextmanager
 def training_process(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """torchrun in a process group of its own, which does not outlive this context."""
+    """Run torchrun in a process group of its own, which does not outlive this context."""
     process = subprocess.Popen(
         command,
         env=os.environ | env,
@@ -195,8 +194,11 @@ def curve(losses: Sequence[float], top: float, width: int = 24) -> str:
 def follow(
     lines: Iterable[str], name: str, steps: int, console: Console, other: Sequence[float] = ()
 ) -> Iterator[Iteration]:
-    """The steps that a run prints, shown with the growing loss curve while they come: as a bar on a
-    terminal, else as a line for every tenth of the way. other: the losses of the run before."""
+    """Yield the steps that a run prints, and show the growing loss curve meanwhile.
+
+    It is a bar on a terminal, else a line for every tenth of the way. `other`: the losses of the
+    run before.
+    """
     losses: list[float] = []
     columns = (
         TextColumn(f"{name:<12}"),
@@ -227,8 +229,7 @@ def train(
     console: Console,
     other: Sequence[float] = (),
 ) -> Result:
-    """One training run; its whole output goes to OUTPUT/NAME.log, its report to NAME.json. other:
-    losses to show beside its own."""
+    """Run one training; its output goes to OUTPUT/NAME.log, its report to NAME.json."""
     log, report = output / f"{name}.log", output / f"{name}.json"
     report.unlink(missing_ok=True)
     # fmt: off

@@ -45,8 +45,10 @@ PEAK = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute attention. has_shift: whether on biased keys its dQ must reach TOLERANCE
-    too, as O, dK and dV must."""
+    """One way to compute attention.
+
+    `has_shift`: with biased keys its dQ must reach TOLERANCE too, as O, dK and dV must.
+    """
 
     name: str
     has_shift: bool

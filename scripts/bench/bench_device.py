@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of the default schedule on CUDA beside FSDP2, by the clock of the emulated
-device: with one hardware queue and many, with and without NCCL's implicit launch order, with and
-without a host that waits for each step. Prints a table; JSON lines with --out.
+"""Times one training step of the default schedule on CUDA and of FSDP2, by the emulated clock.
+
+It varies the number of hardware queues, NCCL's implicit launch order, and whether the host waits
+for each step. It prints a table; --out writes JSON lines.
 
     python -m scripts.bench.bench_device --out runs/device.jsonl
 
@@ -49,8 +50,10 @@ class Cluster:
         return (self.nodes, self.nodes, self.nodes) if contender == BESIDE_TP else self.sizes
 
     def network(self, size: ModelSize, comm: float) -> NetworkProfile:
-        """On which gathering a block over the ranks of a node, or what a rank has of it over the
-        nodes, takes `comm` times as long as its forward."""
+        """Return a network on which gathering a block takes `comm` times as long as its forward.
+
+        A gather within a node brings a block, one over the nodes a rank's shard of it.
+        """
         bits_per_s = 8 * size.block_nbytes / (1e-3 * comm * size.block_ms)
         in_node, between = (self.ranks_per_node - 1), (self.nodes - 1) / self.nodes
         return NetworkProfile(

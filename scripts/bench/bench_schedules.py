@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of the engine's three schedules beside torch's DDP, FSDP2 and HSDP and a small
-hierarchical baseline, on the modelled network, all in turns. Prints a table; JSON lines with --out.
+"""Times one training step of the engine's three schedules, of torch's systems and of a baseline.
+
+DDP, FSDP2, HSDP and a small hierarchical baseline take turns with them on the modelled network. It
+prints a table; --out writes JSON lines.
 
     python -m scripts.bench.bench_schedules --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
 """
@@ -211,8 +213,11 @@ def _trace(system: Engine, path: Path) -> None:
 
 
 def _measure_steps(system: System, steps: int, network: Network, result: Result) -> None:
-    """Time steps that follow another one and are followed by the end of what they left in flight:
-    a step pays for what the one before left to it, and not for the last one's."""
+    """Time steps between two others.
+
+    A step pays for the work that the step before left in flight, and not for the work that the last
+    one leaves.
+    """
     dist.barrier()
     before, waits = network.counters.snapshot(), host_waits()
     system.step()

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Side by side: one GPT trained by Megatron's data, tensor and pipeline parallelism, by other
-sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a table and a picture.
+"""Trains one GPT by Megatron's parallelisms, by other sharded systems and by AsyncHZP.
+
+All run on an emulated cluster. It writes JSON lines, a table and a picture.
 
     python -m scripts.bench.compare --out runs/compare              # 2 x 2, slow and fast network
     python -m scripts.bench.compare --nodes 2 4 --repetitions 3     # the long form

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the host time of the engine per unit and micro-batch without a device: streams and
-collectives do nothing, so the rest is the cost of Python and of torch's dispatcher.
+"""Measures the host time of the engine per unit and micro-batch without a device.
+
+Streams and collectives do nothing, so the rest is the cost of Python and of torch's dispatcher.
 
     python -m scripts.bench.host_cost [--beside CHECKOUT]
 
@@ -148,8 +149,7 @@ class _Model(nn.Module):
 
 
 def _train_step(model: nn.Module) -> tuple[float, float]:
-    """CPU microseconds per unit of forward and of backward; what is left of the gradients is freed
-    within it, as the engine frees them."""
+    """Return the CPU microseconds per unit of forward and of backward."""
     hidden = torch.randn(2, 8, dtype=torch.bfloat16, requires_grad=True)
     start = time.process_time()
     loss = model(hidden).sum()
@@ -161,8 +161,7 @@ def _train_step(model: nn.Module) -> tuple[float, float]:
 
 
 def _train_beside(model: nn.Module, plain: nn.Module, begin_step: Callable[[], object]) -> Added:
-    """What forward and backward of `model` take more than those of the plain one, whose steps are
-    between its own."""
+    """Return the time that `model` takes more than `plain`, whose steps alternate with its own."""
     times: list[tuple[float, float]] = []
     for _ in range(_STEPS):
         begin_step()

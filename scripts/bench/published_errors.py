@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the planner against measurements that others published: of each series one constant, what
-part of its peak a device reaches, is fitted on the points marked `fit`; all others are predicted.
-Writes JSON lines; takes seconds and needs no quiet machine.
+"""Holds the planner against measurements that others published.
+
+In each series one constant, the share of its peak that a device reaches, is fitted on the points
+marked `fit`; all others are predicted. It writes JSON lines, takes seconds and needs no quiet
+machine.
 
     python -m scripts.bench.published_errors                       # prints the errors
     python -m scripts.bench.published_errors --out errors.jsonl
@@ -64,8 +66,7 @@ class PublishedPoint:
         return entries.get("name", "P, G, O = {}, {}, {}".format(*sizes))
 
     def predicted(self, efficiency: float, attention: float = 0.0) -> float:
-        """Tokens per GPU and second, or the model FLOPs utilization. attention: TFLOPS that it
-        reaches, 0 as the cluster's file has it."""
+        """Return the tokens per GPU and second, or the model FLOPs utilization."""
         device = self.cluster.device
         attention = attention or device.attention_tflops
         device = replace(device, efficiency=efficiency, attention_tflops=attention)
@@ -212,9 +213,11 @@ def errors_of(file: Path) -> list[dict]:
 
 
 def pairs_of(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
-    """Alternatives for one model on as many ranks with sequences of one length, of which one was
-    measured to be faster by more than 3%: both names, and whether the faster one is predicted to
-    be. Not both are fitted."""
+    """Return pairs of alternatives of which one was measured to be more than 3% faster.
+
+    Both have the same model, number of ranks and length of sequences, and not both are fitted. A
+    pair has both names, and whether the faster one is predicted to be faster.
+    """
     found = []
     for one, other in combinations(lines, 2):
         same = all(one[key] == other[key] for key in ("file", "model", "ranks", "seq_length"))

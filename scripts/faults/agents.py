@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns torchrun's agents of a cell with Megatron: one on each node, which meet in the c10d
-rendezvous on the first one, and whose ranks run pretrain.py by the launcher.
+"""Owns torchrun's agents of a cell with Megatron, one on each node.
+
+They meet in the c10d rendezvous on the first node, and their ranks run pretrain.py by the launcher.
 
 The agents are forked from a process that has imported Megatron, and fork their ranks
 (`start_method="fork"` of torch's launcher): a run costs seconds and not its imports.

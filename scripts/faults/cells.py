@@ -39,9 +39,12 @@ _SCHEDULES = ("threaded", "threaded", "main-thread", "inline")
 
 @dataclass(frozen=True)
 class Cell:
-    """fault, moment: see above; nodes, ranks: of each; sizes: P, G, O; victim: the rank at whose
-    moment the fault strikes, on whose node; visit: when it is there for the how manieth time, after
-    the first checkpoint; program: "library" or "megatron"."""
+    """One fault at one moment of one run.
+
+    `fault`, `moment`: see above; `nodes`, `ranks`: of each; `sizes`: P, G, O; `victim`: the fault
+    strikes at this rank's moment, on its node; `visit`: the how manieth visit of the moment after
+    the first checkpoint; `program`: "library" or "megatron".
+    """
 
     fault: str
     moment: str
@@ -85,8 +88,7 @@ class Cell:
         return [rank for rank in range(self.world_size) if (rank in cut_off) == (self.node > 0)]
 
     def hears_store(self, rank: int) -> bool:
-        """Whether `rank` and the process that holds the store can talk after the fault: rank 0, or
-        the first node's agent."""
+        """Return whether `rank` can talk to the process that holds the store after the fault."""
         is_of_rank = self.program == "library"
         if self.fault == "first node killed" or (is_of_rank and 0 in (*self.dead, *self.silent)):
             return False

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a rank stops at a chosen moment of its training until the fault has struck, and how a
-function lets one be visited.
+"""Owns how a rank stops at a chosen moment of its training until the fault has struck.
 
 $FAULT_FOLDER is the folder of the cell, $FAULT_MOMENT `RANK MOMENT VISIT`. The rank makes `reached`
 there, and goes on once there is `struck`.

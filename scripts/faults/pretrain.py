@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The script of the cells with Megatron: its pretrain() on a tiny GPT, with a moment at which the
-fault strikes. Started by the launcher.
+"""Runs Megatron's pretrain() on a tiny GPT, with a moment at which the fault strikes.
 
 $FAULT_LIMIT_S: of a collective, which on the command line is in whole minutes; $FAULT_CHECKPOINTS:
 the folder of --save and --load. Notes as program.py.

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The cheap program of the table of faults: the engine around a small transformer in a plain loop,
-with the ends that a run of Megatron has. Each rank is forked from a process that has imported this.
+"""Runs the engine around a small transformer in a plain loop, for the table of faults.
+
+It ends as a run of Megatron ends. Each rank is forked from a process that has imported this.
 
 Notes in $FAULT_FOLDER/RANK: `began STEP`, `step STEP LOSS` (all its bits), `done`.
 """
@@ -45,8 +46,7 @@ _WIDTH, _DEPTH, _VOCAB, _LENGTH = 48, 3, 61, 16
 
 @dataclass(frozen=True)
 class Task:
-    """sizes, schedule: of the engine; limit_s: of a collective; checkpoints: the folder to go on
-    from and to save to; notes: the folder of the notes."""
+    """The settings of one run."""
 
     sizes: tuple[int, int, int]
     schedule: str

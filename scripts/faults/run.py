@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the course of a cell: a run whose fault strikes at its moment, and then one that goes on
-from what it left."""
+"""Owns the course of a cell: a run with its fault, and a run that resumes after it."""
 
 import shutil
 import signal
@@ -102,8 +101,7 @@ class Bench:
         return outcome
 
     def _inject(self, cell: Cell, world: World) -> list[float]:
-        """Let the fault strike, and end where it does not last. Returns for each rank from when on
-        it can speak."""
+        """Let the fault strike, and end it where it does not last."""
         links, node = self._links, cell.node
         if cell.fault == "link down":
             links.take_down(node)

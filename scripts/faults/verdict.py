@@ -27,9 +27,12 @@ _NOT_RECORDED = re.compile(
 
 @dataclass
 class Ended:
-    """How one rank ended. status: of the process (negative: a signal), None where it had to be
-    killed; after_s: since the fault, or since SIGCONT for the rank that was stopped; text: all that
-    it printed; is_done: whether it trained to the last step."""
+    """How one rank ended.
+
+    `status`: of the process (negative: a signal), None if it had to be killed; `after_s`: since the
+    fault, or since SIGCONT for the rank that was stopped; `text`: all that it printed; `is_done`:
+    whether it trained to the last step.
+    """
 
     status: int | None
     after_s: float
@@ -117,8 +120,7 @@ def _faults_of_rank(outcome: Outcome, one: Ended) -> list[str]:
 
 
 def names_missing(outcome: Outcome) -> dict[int, bool]:
-    """Of each rank that printed a line: whether it names all ranks that cannot be heard, or says
-    that there is nobody to ask."""
+    """Return for each rank that printed a line whether the line names all silent ranks."""
     cell, names = outcome.cell, {}
     for rank, one in enumerate(outcome.ended):
         if rank in cell.dead or len(one.lines) != 1 or cell.fault == "link at 1%":

@@ -1,7 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the processes of one run: started on their nodes, struck, and watched until they end. Inside
-private namespaces, of which this process is the first (its children's orphans come to it)."""
+"""Owns the processes of one run: starts them on their nodes and watches them until they end.
+
+It works inside private namespaces, of which this process is the first (its children's orphans come
+to it).
+"""
 
 import os
 import signal
@@ -104,8 +107,7 @@ class World:
 
 
 class AgentWorld(World):
-    """The same of Megatron's program, whose ranks are started by torchrun's agents, one a node. A
-    rank's status is that of its agent."""
+    """A world of Megatron's program, whose ranks torchrun's agents start, one agent a node."""
 
     def __init__(self, cell: Cell, folder: Path):
         super().__init__(cell, folder)

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks that need a device, one process each, and writes what they found. On a CPU it
-runs what a CPU can and names what it skipped."""
+"""Runs the checks that need a device, one process each, and writes their results."""
 
 import argparse
 import json

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one check: `python -m scripts.gpu_check.child NAME MODULE TARGET [OPTION ...]`
-writes NAME.json, an Outcome, to the folder of the target."""
+"""Runs one check: `python -m scripts.gpu_check.child NAME MODULE TARGET [OPTION ...]`.
+
+It writes NAME.json, an Outcome, to the folder of the target.
+"""
 
 import importlib
 import json

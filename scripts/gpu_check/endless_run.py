@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A training run whose collectives stop ending: `python -m scripts.gpu_check.endless_run SCHEDULE
-DEVICE LIMIT_S`. It is to end with one line and status 1, as a rank of Megatron's would."""
+"""Trains with collectives that stop ending: `... SCHEDULE DEVICE LIMIT_S`."""
 
 import sys
 

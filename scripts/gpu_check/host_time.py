@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check: what the engine costs the host per unit and micro-batch, how long the GPU is idle beside
-it, and a trace of one step."""
+"""Checks the engine's host time per unit and micro-batch, and how long the GPU is idle."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -69,8 +68,7 @@ def plain_pass(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
 
 
 def added_us(schedule: str, device: torch.device, rounds: int = _ROUNDS) -> float:
-    """Host microseconds per block and micro-batch that the engine adds to forward and backward,
-    its share of the step's own work included."""
+    """Return the host microseconds per block and micro-batch that the engine adds."""
     shape = small_shape()
     trainer, batches = new_trainer(shape, schedule, device)
     model = new_model(shape, device)
@@ -81,8 +79,10 @@ def added_us(schedule: str, device: torch.device, rounds: int = _ROUNDS) -> floa
 
 
 def traced(step: Callable[[], Any], path: Path, is_cuda: bool) -> dict[str, float]:
-    """A step as a trace in `path`: how long it took, and on a GPU which part of it was idle; empty
-    where torch's profiler sees no kernel, as on an NPU."""
+    """Write a trace of a step to `path`, and return its time and the part that the GPU was idle.
+
+    The result is empty if torch's profiler sees no kernel, as on an NPU.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities) as profiler:
         step()

@@ -178,9 +178,11 @@ class LoopbackGroup(dist.ProcessGroup):
 
 
 class _StreamLane:
-    """A communicator of NCCL with one rank, and a stream before it: each collective comes after
-    what the caller's stream got before it. What it reads it reads on that stream, what it writes
-    NCCL writes on its own."""
+    """A communicator of NCCL with one rank, and a stream before it.
+
+    Each collective comes after the work that the caller's stream had before it. It reads on that
+    stream; NCCL writes on its own.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup):
         self._device, self._module = device, torch.get_device_module(device)

@@ -23,8 +23,7 @@ _LIKE_ON_ALL_DEVICES = ("--bf16", "--attention-backend", "unfused", "--no-bias-s
 
 
 class Recipe(NamedTuple):
-    """flags: of Megatron; capability: the least of a GPU that computes it; own: further flags for
-    ours, which leave every bit as it is."""
+    """One recipe of FP8 or FP4."""
 
     flags: tuple[str, ...]
     capability: tuple[int, int]

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of scripts/train/pretrain_gpt.py, with Megatron's flags as arguments, that writes the
-unrounded numbers of each step to the folder of $GPU_CHECK_RECORDS.
+"""Runs one rank of scripts/train/pretrain_gpt.py and records the unrounded numbers of each step.
+
+The arguments are Megatron's flags; the records go to the folder of $GPU_CHECK_RECORDS.
 
 $GPU_CHECK_CONNECTIONS: hardware queues of this process, whatever Megatron asks for.
 $GPU_CHECK_DELAY_S: the longest time by which a launch of ours is late, drawn anew for each.
@@ -37,8 +38,10 @@ COUNTED_STEPS = 2
 
 
 def open_device(connections: str) -> None:
-    """Start CUDA with so many hardware queues, and let Megatron find the 1 that it demands of
-    tensor parallelism: the driver reads the variable once, at its start."""
+    """Start CUDA with this number of hardware queues, and let Megatron find the 1 that it demands.
+
+    Megatron demands it for tensor parallelism; the driver reads the variable once, at its start.
+    """
     import torch
 
     os.environ[_QUEUES] = connections
@@ -63,8 +66,11 @@ def late_launches(longest_s: float) -> Iterator[None]:
 
 
 class Recorder:
-    """steps: of each, its loss (None on a stage without one), gradient norm, and seconds since the
-    step before began; waits: implicit ones, by line of code, of the counted steps."""
+    """Records the steps of a run.
+
+    `steps`: loss (None on a stage without one), gradient norm, and seconds since the step before
+    began; `waits`: implicit ones, by line of code, of the counted steps.
+    """
 
     def __init__(self):
         self.steps: list[dict[str, float | None]] = []

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Starts Megatron on some ranks of this machine, with stock DDP or with --use-asynchzp, and reads
-what it recorded."""
+"""Starts Megatron on some ranks of this machine, stock or ours, and reads its records."""
 
 import json
 import os
@@ -80,8 +79,11 @@ def training_flags(target: Target, steps: int, global_batch: int, *more: str) ->
 
 @dataclass(frozen=True)
 class Run:
-    """losses, grad_norms: by step, of the first rank that has them; step_s: median seconds of a
-    step; waits: implicit waits of the host per step, on rank 0, by line of code."""
+    """The numbers of a run.
+
+    `losses`, `grad_norms`: by step, of the first rank that has them; `step_s`: median seconds of a
+    step; `waits`: implicit waits of the host per step, on rank 0, by line of code.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -97,8 +99,11 @@ def run_pretrain(
     limit_s: float,
     env: Mapping[str, str] | None = None,
 ) -> Run:
-    """Train on `ranks` ranks of this machine. Raises CheckFailed for a run that does not end, or
-    not with status 0; its log is NAME.log. limit_s: on a large device."""
+    """Train on `ranks` ranks of this machine; the log is NAME.log.
+
+    `limit_s`: on a large device. Raises CheckFailed for a run that does not end, or not with status
+    0.
+    """
     limit_s, records = target.longest_s(limit_s), target.folder / name
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()
@@ -148,8 +153,10 @@ def _read(records: Path, ranks: int) -> Run:
 
 
 def require_equal(what: str, ours: Sequence[float], stock: Sequence[float], limit: float) -> float:
-    """The largest relative difference. Raises CheckFailed where it is above `limit`, or NaN, or
-    where one series is empty or shorter."""
+    """Return the largest relative difference.
+
+    Raises CheckFailed if it is above `limit` or NaN, or if one series is empty or shorter.
+    """
     if not ours or len(ours) != len(stock):
         raise CheckFailed(f"{what}: {len(ours)} numbers against {len(stock)}")
     error = worst_difference(ours, stock)

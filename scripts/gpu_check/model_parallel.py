@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check: beside tensor and pipeline parallelism nothing hangs, however late our launches are and
-however few hardware queues there are, and the numbers are stock's."""
+"""Checks that nothing hangs with tensor and pipeline parallelism, and that numbers are stock's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +26,7 @@ def run(
     connections: tuple[int, ...] = CONNECTIONS,
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """With the schedule that is the default here, the one that has to hold beside others, and the
-    variables that are shipped."""
+    """Run the default schedule with the variables that are shipped."""
     figures: dict[str, Any] = {}
     for way, flags in ways.items():
         base = training_flags(target, steps, 2 * MICRO_BATCHES, *flags)

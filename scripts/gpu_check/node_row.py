@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check: the 9B model on one node of 8 GPUs, ours against stock, with limits on NCCL's channels and
-with priorities."""
+"""Checks the 9B model on one node of 8 GPUs against stock."""
 
 import statistics
 from typing import Any

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fills memory in flight with NaN as soon as it is free: a read that comes too late, or before the
-next write, gives NaN."""
+"""Fills memory in flight with NaN as soon as it is free.
+
+A read that comes too late, or before the next write, gives NaN.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

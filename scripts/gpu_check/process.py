@@ -14,8 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ended(NamedTuple):
-    """How a command ended. status: None where the limit ended it, negative: a signal; log: the
-    file of all that it printed."""
+    """How a command ended."""
 
     status: int | None
     seconds: float
@@ -66,8 +65,11 @@ def run_command(
 
 
 def _end_all(process: subprocess.Popen) -> None:
-    """End `process` and all below it: torchrun and a command within a command start sessions of
-    their own, which the signal to a process group does not reach."""
+    """End `process` and all processes below it.
+
+    torchrun and a command within a command start sessions of their own, which the signal to a
+    process group does not reach.
+    """
     below = _descendants(process.pid)
     for kill, target in [(os.killpg, process.pid), *((os.kill, pid) for pid in below)]:
         try:

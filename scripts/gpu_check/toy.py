@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A small language model with what an engine must serve: tied weights, recomputation, an odd-sized
-bias, and gradients on a second stream."""
+"""A small language model with the parts that an engine must serve.
+
+It has tied weights, recomputation, an odd-sized bias, and gradients on a second stream.
+"""
 
 import random
 from dataclasses import dataclass
@@ -55,8 +57,7 @@ class Block(nn.Module):
 
 
 class SideStreamBlock(Block):
-    """The same with its second half, forward and backward, on a stream of its own, as Megatron's
-    --moe-shared-expert-overlap has it."""
+    """A block whose second half, forward and backward, runs on a stream of its own."""
 
     def __init__(self, width: int, late_s: float):
         super().__init__(width)

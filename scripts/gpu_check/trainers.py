@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The toy model trained twice, step by step: by a plain process, and by the engine as one rank of a
-loopback world. Both update by `-rate x gradient`, whose one rounding is the same in every order.
+"""Trains the toy model in a plain process, and by the engine as one rank of a loopback world.
+
+Both update by `-rate x gradient`, whose one rounding is the same in every order.
 """
 
 from collections.abc import Sequence
@@ -106,8 +107,11 @@ class LoopbackTrainer:
 
     @torch.no_grad()
     def apply(self, updated: dict[str, torch.Tensor] | None = None) -> None:
-        """The optimizer. updated: what the other ranks' optimizers make of each parameter, fp32;
-        None: in a world whose numbers are of no interest, nothing."""
+        """Update the parameters.
+
+        `updated`: the fp32 values that the other ranks' optimizers make of each parameter; None in
+        a world whose numbers do not matter.
+        """
         for unit in self.units:
             unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range), alpha=-_RATE)
         if updated is not None:
@@ -126,8 +130,7 @@ class LoopbackTrainer:
     def own_grads(
         self, values: dict[str, torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each unit: its name, what this rank's optimizer would get, and the same part of
-        `values`, by parameter; copies."""
+        """Return for each unit its name, its optimizer's gradient, and that part of `values`."""
         return [
             (unit.name, unit.main_grad.view(unit.optim_range).clone(), self._own(unit, values))
             for unit in self.units

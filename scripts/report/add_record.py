@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a record of docs/results/records of what benchmarks have written with --out: with the
-command and date of each run, and without names of folders of this machine.
+"""Makes a record of docs/results/records of the files that benchmarks wrote with --out.
 
     python -m scripts.report.add_record schedules runs/schedules.jsonl
     python -m scripts.report.add_record compare runs/A/records.jsonl runs/B/records.jsonl

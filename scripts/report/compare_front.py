@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the records of compare.py as the choice that users face: the time of a step and the memory
-that a rank needs for it, with the front of those that nothing beats in both.
-"""
+"""Draws the records of compare.py: the time of a step and the memory that a rank needs for it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,8 +22,7 @@ _ROW_IN, _PANEL_IN = 0.19, 0.75  # inches of a row, and of a panel's title and a
 
 
 def front(rows: Iterable[Row]) -> list[Row]:
-    """The rows than which no other is as fast with less memory, or faster with as much; those with
-    the least memory first."""
+    """Return the rows that none beats in both time and memory, the smallest first."""
     found: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.median_ms, peak_of(row))):
         if not found or peak_of(row) < peak_of(found[-1]):

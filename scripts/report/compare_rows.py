@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of compare's records: one per contender and cluster, with the losses checked, by how
-much one contender is ahead of another, and how much of a step is the network's.
-"""
+"""Reads compare's records into rows, one per contender and cluster, with the losses checked."""
 
 import statistics
 from collections import defaultdict
@@ -18,11 +16,13 @@ LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
 
 @dataclass(frozen=True)
 class Row:
-    """One contender. is_red: its losses are not the reference's, so its times are not to be shown;
-    reason: why there is no measurement; step_ms: all timed steps of all repetitions in which others
-    used at most FOREIGN_LIMIT of the machine, or of all where there is none; foreign: the most that
-    others used in these; bare_ms: of the same contender without a
-    network; other numbers: medians, None where not known.
+    """One contender.
+
+    `is_red`: its losses are not the reference's, so its times are not shown; `reason`: why there is
+    no measurement; `step_ms`: timed steps of all repetitions in which others used at most
+    FOREIGN_LIMIT of the machine, or of all if there is none; `foreign`: the most that others used
+    in these; `bare_ms`: of the same contender without a network; other numbers: medians, None if
+    not known.
     """
 
     name: str
@@ -147,8 +147,7 @@ def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
 
 
 def losses_agree(losses: Sequence[float], reference: Sequence[float] | None) -> bool:
-    """Whether every step's loss is the reference's within LOSS_TOLERANCE; NaN or infinity never
-    is."""
+    """Return whether every step's loss is the reference's within LOSS_TOLERANCE."""
     if reference is None or len(losses) != len(reference):
         return False
     return worst_difference(losses, reference) <= LOSS_TOLERANCE

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the JSON lines of compare.py into Markdown: what is published of them, and a table of each
-network.
-"""
+"""Turns the JSON lines of compare.py into Markdown: the published table and one of each network."""
 
 from collections.abc import Iterable, Sequence
 
@@ -47,8 +45,7 @@ def setting(comparison: Comparison) -> str:
 
 
 def networks_table(bare: Comparison, found: Sequence[Comparison]) -> str:
-    """Every row of `bare`, which has no network, beside its step and the network's part on each
-    network of the same cluster among `found`, and its memory there, on the first of them."""
+    """Write a row of each contender: step, network's part and memory on each network."""
     cluster = bare.nodes, bare.ranks_per_node
     networks = [
         one for one in found if one.has_network and (one.nodes, one.ranks_per_node) == cluster

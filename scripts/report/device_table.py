@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the records of scripts.bench.bench_device into a Markdown table: the step over the floor by
-the emulated device's clock."""
+"""Turns the records of bench_device into a Markdown table: the step over the floor."""
 
 from collections.abc import Sequence
 
@@ -11,9 +10,11 @@ _HEAD = ["blocks", "sizes", "hardware queues"]
 
 
 def device_table(lines: Sequence[dict]) -> str:
-    """A row for each model, sizes and number of queues, a column for each contender, in the order
-    in which they come. A cell is what all launch orders and hosts gave, least to most. Rows that
-    differ in their queues alone become one."""
+    """Write a row for each model, sizes and number of queues, and a column for each contender.
+
+    A cell has the least and the most of all launch orders and hosts. Rows that differ in their
+    queues alone become one.
+    """
     steps = [line for line in lines if line.get("kind") == "step"]
     contenders = list(dict.fromkeys(line["contender"] for line in steps))
     rows: dict[tuple[str, ...], dict[str, list[str]]] = {}

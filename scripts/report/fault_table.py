@@ -14,15 +14,13 @@ def _cells(lines: Sequence[dict], program: str) -> list[dict]:
 
 
 def slowest_s(line: dict) -> float:
-    """Seconds from the fault (from SIGCONT for the rank that was stopped) until the last rank that
-    can speak had ended."""
+    """Return the seconds from the fault until the last rank that can speak had ended."""
     dead = Cell(**line["cell"]).dead
     return max(one["after_s"] for rank, one in enumerate(line["ended"]) if rank not in dead)
 
 
 def _slowest_over(cells: Sequence[dict]) -> str:
-    """The slowest end in seconds over the limit, of the cells whose moment came; how many others
-    there are, if any."""
+    """Return the slowest end over the limit, and how many cells have no moment."""
     reached = [slowest_s(line) - line["limit_s"] for line in cells if line["is_reached"]]
     parts = [f"{max(reached):+.1f}"] if reached else []
     if missed := len(cells) - len(reached):
@@ -31,9 +29,7 @@ def _slowest_over(cells: Sequence[dict]) -> str:
 
 
 def ends(lines: Sequence[dict], program: str, is_explained: bool = True) -> str:
-    """By fault: cells, the lines of ranks that could speak, those that name the missing ranks or
-    say that the store is gone, runs that went on to their end, and the slowest end.
-    is_explained: with what each fault is."""
+    """Write a row for each fault: cells, lines, names of the missing, runs that went on."""
     rows = []
     for fault in FAULTS:
         here = [line for line in _cells(lines, program) if line["cell"]["fault"] == fault]

@@ -72,8 +72,11 @@ def compare_holds(network: str, contender: str, other: str, memory: str) -> str:
 
 
 def quickstart_figure(run: str, what: str) -> str:
-    """run: "stock" or "ours"; what: "at rest", "in flight", "together", MiB of the fullest rank, or
-    "parameters"."""
+    """Return a number of the quickstart.
+
+    `run`: "stock" or "ours"; `what`: "at rest", "in flight" or "together", MiB of the fullest rank,
+    or "parameters".
+    """
     of_run = read_record("quickstart").lines[("stock", "ours").index(run)]
     if what == "in flight":
         return state_mib(of_run, RINGS)
@@ -133,8 +136,11 @@ def published_error(series: str, ranks: str) -> str:
 
 
 def published_all(quantity: str) -> str:
-    """Of all predicted points that others measured: the "mean" and the "worst" error, and how many
-    "sources" there are and have "missed" their bounds."""
+    """Return a number about all predicted points that others measured.
+
+    `quantity`: the "mean" or the "worst" error, the number of "sources", or of those that "missed"
+    their bounds.
+    """
     lines = read_record("planner_published").lines
     sources = [line for line in lines if line["kind"] == "summary"]
     errors = [abs(x["error"]) for x in lines if x["kind"] == "published" and not x["fitted"]]
@@ -154,8 +160,7 @@ def recipes_count(what: str) -> str:
 
 
 def faults_count(program: str, what: str) -> str:
-    """Cells: all, those that were good, and of these those whose run went on to its end and those
-    in which it ended with its lines."""
+    """Return a number of cells: all, good, or good ones that went on or ended with their lines."""
     lines = read_record("faults").lines
     good = fault_table.number_of_good(lines, program)
     went_on = fault_table.number_that_went_on(lines, program)

@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a step of ZeRO-3, of the distributed optimizer's sizes and of the three sizes here, as the
-planner simulates them: what a rank computes, and what the links within a node and between nodes
-carry."""
+"""Draws a step of three shardings as the planner simulates it.
+
+ZeRO-3, the distributed optimizer's sizes and the default here: a rank's computation, and the load
+of the links within a node and between nodes.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws two training runs over the same batches: their losses, how far apart they are, and the
-bytes that a rank of each holds at rest and for what is in flight."""
+"""Draws two training runs over the same batches: losses, their difference, and bytes of a rank."""
 
 import math
 from collections.abc import Mapping, Sequence

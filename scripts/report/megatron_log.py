@@ -12,8 +12,10 @@ _FIELD = re.compile(r"\| ([^:|]+): +(\S+) (?=\|)")
 
 
 class Iteration(NamedTuple):
-    """One printed training step. grad_norm is None where Megatron prints none; so are, without
-    --use-asynchzp, milliseconds that computation waited and the rest of communication in %.
+    """One printed training step.
+
+    `grad_norm` is None if Megatron prints none; so are, without --use-asynchzp, the milliseconds
+    that computation waited and the rest of communication in %.
     """
 
     number: int
@@ -26,8 +28,7 @@ class Iteration(NamedTuple):
 
 
 def parse_iteration(line: str) -> Iteration | None:
-    """The training step that `line` reports; None for any other line, and for a step that
-    Megatron skipped (fp16 overflow), which has no loss."""
+    """Return the training step that `line` reports, or None."""
     head = _ITERATION.search(line)
     if head is None:
         return None

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/megatron.md, between their markers, from the flags, the refusals and
-the patches in the code: `python -m scripts.report.megatron_tables`.
-"""
+"""Writes the tables of docs/megatron.md from the flags, refusals and patches in the code."""
 
 import re
 from argparse import ArgumentParser
@@ -47,8 +45,10 @@ def _file_of(patch: Patch) -> str:
 
 
 def _refusals(refusals: Sequence[Refusal]) -> list[str]:
-    """Flags with one reason share a row. A remedy that the page states above the table, to drop
-    the flag, is left out where a row has no other."""
+    """Write a row for the flags with one reason.
+
+    The remedy to drop the flag stands above the table, and is left out if a row has no other.
+    """
     reasons: dict[str, list[Refusal]] = {}
     for refusal in refusals:
         reasons.setdefault(refusal.reason, []).append(refusal)

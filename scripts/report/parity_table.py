@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the file that the parity tests write under ASYNCHZP_PARITY_LOG into Markdown tables: what
-was compared, and the largest differences beside what is allowed.
-"""
+"""Turns the file of the parity tests (ASYNCHZP_PARITY_LOG) into Markdown tables."""
 
 from collections.abc import Iterable
 

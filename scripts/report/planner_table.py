@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the JSON lines of published_errors.py into Markdown: how far the planner is from the steps
-that others measured.
-"""
+"""Turns the JSON lines of published_errors.py into Markdown."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -50,8 +48,7 @@ def markdown(lines: Sequence[dict]) -> str:
 
 
 def misses(lines: Sequence[dict]) -> str:
-    """A line for each source with rows that are off by more than a tenth, and what is known of
-    why."""
+    """Write a line for each source with rows off by more than a tenth, with the reasons."""
     held_out = [line for line in lines if line["kind"] == "published" and not line["fitted"]]
     return "\n".join(
         f"- {one['title']} ({_far(one['file'], held_out)}): {one['missed']}."

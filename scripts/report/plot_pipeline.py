@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws one training step of a pipeline, its stages below each other on one clock: what each stage
-computed, for which micro-batch, when it waited for parameters or gradients, and its bubbles.
+"""Draws one training step of a pipeline, its stages below each other on one clock.
+
+It shows each stage's computation by micro-batch, its waits and its bubbles.
 
     python -m scripts.report.plot_pipeline trace.json trace.stage1.json --output pipeline.png
 """
@@ -39,8 +40,7 @@ class Phase(NamedTuple):
 
 
 def phases(computations: Sequence[Computation]) -> list[Phase]:
-    """What was computed without another phase in between. A recomputation is part of its
-    backward."""
+    """Return the computations that no other phase interrupts."""
     found: list[Phase] = []
     for each in computations:
         direction = "backward" if each.is_recomputed else each.direction

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis: what
-was computed, what was waited for and which collectives were on their way.
+"""Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis.
 
-    python -m scripts.report.plot_timeline inline.json threaded.json --output timeline.png
+python -m scripts.report.plot_timeline inline.json threaded.json --output timeline.png
 """
 
 import argparse

@@ -63,8 +63,7 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A PNG of docs/results: draw(record, file) writes it. record: "" where the planner computes
-    what it shows."""
+    """A PNG of docs/results, which draw(record, file) writes."""
 
     record: str
     draw: Callable[[Record, Path], None] | None  # None: at the record's commit
@@ -82,8 +81,7 @@ def _shortened(command: str) -> str:
 
 
 def provenance(name: str) -> str:
-    """When, on what and with which command a record was measured: what differs from the usual
-    machine, and the first command of many."""
+    """Say when, on what machine and with which command a record was measured."""
     record = read_record(name)
     runs = [*record.machines, *(line for line in record.lines if "command" in line)]
     dates = sorted({run["date"] for run in runs})

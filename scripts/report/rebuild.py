@@ -35,8 +35,7 @@ def documents() -> list[Path]:
 
 
 def rebuilt(text: str) -> tuple[str, list[str]]:
-    """`text` with its tables and figures made anew, and a line for each that cannot be made, which
-    stays as it is."""
+    """Return `text` with its tables and figures made anew, and a line for each problem."""
     problems: list[str] = []
 
     def again(make: Callable[[str], str], form: str) -> Callable[[re.Match], str]:

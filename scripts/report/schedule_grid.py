@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the records of bench_schedules.py into one table per cluster that compares like with like:
-a row for each system, a column for each time of update and size of unit.
-"""
+"""Turns the records of bench_schedules.py into one table per cluster."""
 
 import statistics
 from collections import defaultdict
@@ -24,8 +22,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One contender on one cluster: the median over its runs, of the slowest rank, and extremes of
-    all repetitions; what the fullest node sent per step over the parameters' bytes."""
+    """One contender on one cluster: the slowest rank's median, and extremes of repetitions."""
 
     median_ms: float
     min_ms: float
@@ -35,8 +32,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """One cluster. systems: system -> column -> cell; runs: how often it was measured; foreign: the
-    most of the machine that others used in a run."""
+    """One cluster.
+
+    `systems`: system -> column -> cell; `runs`: how often it was measured; `foreign`: the largest
+    share of the machine that others used in a run.
+    """
 
     name: str
     runs: int

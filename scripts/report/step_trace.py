@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the trace of one training step (--asynchzp-trace FILE): which unit was computed in which
-micro-batch, what was waited for, what was on its way.
-"""
+"""Reads the trace of one training step (--asynchzp-trace FILE)."""
 
 import json
 import re

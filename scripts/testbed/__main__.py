@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Python script on an emulated cluster: one process per rank on this machine, and a modelled
-network between them in place of gloo.
+"""Runs a Python script on an emulated cluster, with a modelled network in place of gloo.
 
-    python -m scripts.testbed --nodes 2 --ranks 2 --profile fast -- SCRIPT ...
+python -m scripts.testbed --nodes 2 --ranks 2 --profile fast -- SCRIPT ...
 """
 
 import argparse

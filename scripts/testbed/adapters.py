@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters in a Megatron model as Megatron Bridge and NeMo have them: a wrapper with
-`to_wrap` and `adapter`, whose `linear_in` and `linear_out` are Megatron's parallel layers, and a
-base that is frozen by name.
+"""Low-rank adapters in a Megatron model as Megatron Bridge and NeMo have them.
+
+A wrapper has `to_wrap` and `adapter`, whose `linear_in` and `linear_out` are Megatron's parallel
+layers, and a base that is frozen by name.
 
 A checkpoint has the base under its own keys, without `to_wrap`, and beside each
 `<linear>.adapter.linear_in.weight` and `<linear>.adapter.linear_out.weight`, as theirs do.
@@ -120,6 +121,5 @@ def add_adapters(
 
 
 def adapted_and_seeded(chunks: list[Any]) -> list[Any]:
-    """With adapters, and each matrix drawn from its name: on any ranks the same model, whose
-    adapters add something from the first step on."""
+    """Add adapters, and draw each matrix from its name."""
     return seed_parameters(add_adapters(chunks))

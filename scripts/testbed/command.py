@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the processes of a command that runs as several ranks: what they print, the status that they
-end with, and that none is left.
-"""
+"""Owns the processes of a command that runs as several ranks."""
 
 import argparse
 import os
@@ -51,8 +49,10 @@ def run_as_ranks(name: str, commands: Sequence[RankCommand], timeout_s: float | 
 
 
 def _start(command: RankCommand, log: IO[bytes] | None) -> subprocess.Popen:
-    """In a session of its own: Ctrl-C reaches it through this process, and its own processes can be
-    killed with it."""
+    """Start a rank in a session of its own.
+
+    Ctrl-C reaches it through this process, and its own processes can be killed with it.
+    """
     return subprocess.Popen(
         command.argv, env=os.environ | command.env, stdout=log, stderr=log, start_new_session=True
     )

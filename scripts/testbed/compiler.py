@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""This machine's C++ compiler, packages that only some processes see, and the cache of both. It
-must not import torch: some of its libraries have to be there before torch is."""
+"""Finds this machine's C++ compiler and packages that only some processes see, and caches both.
+
+It must not import torch: some of its libraries have to be there before torch is.
+"""
 
 import os
 import shutil

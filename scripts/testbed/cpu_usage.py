@@ -23,8 +23,7 @@ def own_cpu_s() -> float:
 
 
 def foreign_share(machine_s: float, own_s: float, wall_s: float) -> float:
-    """The share of all processors that others used in `wall_s` seconds: of what the machine worked,
-    `own_s` was ours."""
+    """Return the share of all processors that others used in `wall_s` seconds."""
     return max(0.0, machine_s - own_s) / max(wall_s, 1e-9) / (os.cpu_count() or 1)
 
 

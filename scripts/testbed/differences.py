@@ -1,7 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How far numbers of one run are from those of another. Python's max and comparisons pass over NaN,
-which is what a broken run computes: here it is infinitely far from everything."""
+"""Says how far numbers of one run are from those of another.
+
+Python's max and comparisons pass over NaN, which a broken run computes: here it is infinitely far
+from everything.
+"""
 
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
@@ -13,8 +16,11 @@ def largest(errors: Iterable[float]) -> float:
 
 
 def worst_difference(ours: Sequence[float | None], others: Sequence[float | None]) -> float:
-    """Largest relative difference of two series of equal length; infinite where only one of them
-    has a number (not None), or where one is not finite. Raises ValueError where lengths differ."""
+    """Return the largest relative difference of two series of equal length.
+
+    It is infinite if only one of them has a number (not None), or if one is not finite. Raises
+    ValueError if lengths differ.
+    """
     return largest(_difference(*pair) for pair in zip(ours, others, strict=True))
 
 

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the server of the ranks imports last, and pytest when it has collected: who collects garbage
-need not look at the hundred thousands of objects of imports, nor copy their pages; and the process
-ends at once.
+"""Freezes the objects of imports, so that garbage collection neither visits nor copies them.
+
+The server of the ranks imports it last, and pytest when it has collected. The process ends at once.
 """
 
 import gc

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns nodes as network namespaces of the kernel, the shaped links between them, and what can
-happen to such a link.
+"""Owns nodes as network namespaces of the kernel, their shaped links, and the faults of a link.
 
     namespace node0: eth0 --- port0 --+
                                       +-- bridge (namespace switch)
@@ -118,7 +117,7 @@ def _tune(name: str) -> None:
 
 
 def _bucket(rate: str) -> str:
-    """tbf of a millisecond's depth, and no less than one offloaded packet (64 KiB)."""
+    """Return a tbf of a millisecond's depth, and no less than one offloaded packet (64 KiB)."""
     unit = rate[-4:]
     burst = max(70_000, int(float(rate[:-4]) * _RATE_UNITS[unit] / 8 * 1e-3))
     return f"tbf rate {rate} burst {burst} latency 30ms"

@@ -13,9 +13,12 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed")
 
 
 def machine_record(command_line: str | None = None) -> dict:
-    """The first line of a file of records: date, kind of processor, number of cores, Python,
-    versions (None for a package that is not installed). command_line: of a script that is not
-    Python's; else the command of this process."""
+    """Return the first line of a file of records.
+
+    It has date, kind of processor, number of cores, Python, and versions (None for a package that
+    is not installed). `command_line`: of a script that is not Python's; else the command of this
+    process.
+    """
     return {
         "kind": "machine",
         "date": time.strftime("%Y-%m-%d"),

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the flags of small GPTs and groups of Megatron's flags that tests and benchmarks share.
-Imports nothing of either."""
+"""Owns the flags of small GPTs and groups of Megatron's flags that tests and benchmarks share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

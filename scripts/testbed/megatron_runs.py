@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Megatron's own `pretrain()` on a tiny GPT, many configurations one after another in the
-same gloo ranks, and records the numbers of every step.
+"""Runs Megatron's own `pretrain()` on a tiny GPT, many configurations in the same gloo ranks.
+
+It records the numbers of every step.
 
 Starting Megatron costs more than the steps of a toy, hence one set of ranks for many runs:
 
@@ -161,9 +162,11 @@ def initialized_args(argv: list[str]) -> Any:
 
 
 def pretrain(argv: list[str], prepare: Callable[[list], list] | None = None) -> None:
-    """Megatron's own training of a GPT or a hybrid model; `prepare` as in run_pretrain. Records
-    nothing and takes nothing down; the CPU platform is in place, and the plugin's patches if asked
-    for."""
+    """Train a GPT or a hybrid model by Megatron's own loop; `prepare` as in run_pretrain.
+
+    It records nothing and takes nothing down; the CPU platform is in place, and the plugin's
+    patches if asked for.
+    """
     from megatron.core.enums import ModelType
     from megatron.training import ft_integration, training
 
@@ -184,8 +187,7 @@ def pretrain(argv: list[str], prepare: Callable[[list], list] | None = None) -> 
 
 
 def compiled_helpers() -> contextlib.AbstractContextManager[Any]:
-    """Inside, stock Megatron takes the dataset helpers of its wheel, as with the plugin's patches:
-    to compile them it would need the Makefile that the wheel has not."""
+    """Let stock Megatron take the dataset helpers of its wheel, as the plugin's patches do."""
     from megatron.core.datasets import utils
 
     from megatron_asynchzp.mcore.patches.datasets import compile_helpers
@@ -249,10 +251,11 @@ def patched(argv: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_device(uses_te: bool = False) -> Iterator[None]:
-    """Inside, runs are on this rank's CUDA device instead of gloo, with the implementations that
-    the CPU platform chooses, and nothing else of it.
+    """Run on this rank's CUDA device instead of gloo.
 
-    uses_te: with layers of Transformer Engine, experts in groups and Mamba among them."""
+    The CPU platform's implementations are chosen, and nothing else of it. `uses_te`: with layers of
+    Transformer Engine, experts in groups and Mamba among them.
+    """
     from megatron.core.ssm import mamba_mixer
 
     from megatron_asynchzp import cpu_platform

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is known of a process's memory: bytes of its CPU tensors, live and at their peak, of
-all threads, exactly; and its resident bytes, as the kernel counts them (Linux only).
+"""Counts a process's memory: bytes of its CPU tensors, live and at their peak, and resident bytes.
+
+The count of tensors is exact, over all threads; the kernel counts resident bytes (Linux only).
 
 Without a C++ compiler there is no count of tensors (None), and no substitute: resident size and
 profilers are off by a factor on engines with threads.
@@ -48,8 +49,7 @@ class MemoryCount:
 
 
 def install_memory_count() -> MemoryCount | None:
-    """Count every CPU tensor allocated from now on; None, with one line on why, where that is
-    impossible."""
+    """Count every CPU tensor allocated from now on."""
     try:
         return MemoryCount(ctypes.CDLL(str(compiled_library())))
     except CompileError as error:
@@ -97,8 +97,7 @@ class ResidentPeak:
 
 
 class ResidentMemory:
-    """Watches this process from its creation on. What malloc keeps for later is given back before,
-    or what follows could hide in it."""
+    """Watches this process from its creation on."""
 
     def __init__(self):
         gc.collect()

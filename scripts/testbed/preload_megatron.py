@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the server of the ranks does once (ranks.preload), so that no rank pays for it: imports what
-each rank would import, most of it late, and reads the texts of Megatron's flags.
-"""
+"""Does once in the server of the ranks (ranks.preload) what each rank would do."""
 
 import functools
 import importlib

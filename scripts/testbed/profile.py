@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the description of a modelled network: named profiles and the environment variables that
-choose and change them.
-"""
+"""Owns the description of a modelled network: named profiles, and variables that change them."""
 
 import os
 from collections.abc import Mapping
@@ -94,9 +92,11 @@ def named_profile(name: str, **changes: float) -> NetworkProfile:
 
 
 def profile_from_env(env: Mapping[str, str] = os.environ) -> NetworkProfile:
-    """The profile that ASYNCHZP_FABRIC_PROFILE names (unlimited where it is not set), changed by
-    ASYNCHZP_FABRIC_{INTER_GBIT, INTRA_GBIT, INTER_LATENCY_US, INTRA_LATENCY_US, RANKS_PER_NODE}.
-    Without the last, the ranks that torchrun started together (LOCAL_WORLD_SIZE) are a node.
+    """Return the profile that ASYNCHZP_FABRIC_PROFILE names, unlimited if it is not set.
+
+    ASYNCHZP_FABRIC_{INTER_GBIT, INTRA_GBIT, INTER_LATENCY_US, INTRA_LATENCY_US, RANKS_PER_NODE}
+    change it. Without the last, the ranks that torchrun started together (LOCAL_WORLD_SIZE) are a
+    node.
     """
     changes = {}
     if env.get("LOCAL_WORLD_SIZE", "").isdigit():

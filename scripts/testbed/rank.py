@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a command on the test-bed: runs an unmodified Python script whose process groups on
-gloo are on the modelled network instead. Started by `python -m scripts.testbed`.
+"""Runs an unmodified Python script as one rank, its gloo groups on the modelled network.
 
-    python -m scripts.testbed.rank SCRIPT ...      or      ... -m MODULE ...
+python -m scripts.testbed.rank SCRIPT ...      or      ... -m MODULE ...
 """
 
 import ctypes

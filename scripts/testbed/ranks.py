@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of ranks: starts the processes of one world on this machine, runs one function on
-all of them, returns what they returned, and leaves no process behind.
+"""Starts the processes of one world on this machine and runs one function on all of them.
 
     run_ranks(check, 4)                                     # check(), on gloo
     cluster = Cluster(2, 2, named_profile("slow-between-nodes"))
@@ -173,12 +172,12 @@ class Cluster:
         log: Path | None = Path(os.devnull),
         env: dict[str, str] | None = None,
     ) -> list[Any]:
-        """`fn(network, *args)` on every rank, whose default process group is the network; what
-        they returned, in their order. fn, args and results must pickle.
+        """Run `fn(network, *args)` on every rank, and return the results in their order.
 
-        is_joined: False runs every rank as a world of its own: the same load, no communication.
-        log: file to which the output of the ranks is appended; None leaves it on the terminal.
-        Raises RankFailure. Whatever happens, no rank runs afterwards.
+        The default process group is the network. fn, args and results must pickle. `is_joined`:
+        False runs every rank as a world of its own: the same load, no communication. `log`: file to
+        which the output of the ranks is appended; None leaves it on the terminal. Whatever happens,
+        no rank runs afterwards. Raises RankFailure.
         """
         profile = replace(self.profile, ranks_per_node=self.ranks_per_node)
         job = _Job(fn, args, env or {}, partial(join_fabric, profile), log)
@@ -283,8 +282,11 @@ def _kill_children() -> None:
 
 
 def _await_the_others(parent: Connection) -> None:
-    """Until the starter, which has all results then, kills this rank. A rank that went at once
-    would look lost to a peer that is not that far yet: NCCL's watchdog ends a process for it."""
+    """Wait until the starter, which has all results then, kills this rank.
+
+    A rank that went at once would look lost to a peer that is not that far yet: NCCL's watchdog
+    ends a process for it.
+    """
     with contextlib.suppress(EOFError, OSError):
         parent.recv()
 
@@ -331,8 +333,10 @@ def _start_until_met(
 
 @dataclass
 class _World:
-    """The processes of one start, and what they have sent so far. has_met: False where a rank could
-    not join, and so `fn` was called nowhere."""
+    """The processes of one start, and the results that they have sent so far.
+
+    `has_met`: False if a rank could not join, and so `fn` was called nowhere.
+    """
 
     job: _Job
     num_expected: int

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Data and weights of the parity runs: both are functions of a name and a seed, so that runs with
-different parallelism start equal and see the same global batches.
-"""
+"""Makes data and weights of the parity runs, as functions of a name and a seed."""
 
 import zlib
 from typing import Any
@@ -14,8 +12,7 @@ BASE_SEED = 1234
 
 
 class LineDataset(torch.utils.data.Dataset):
-    """Sample i counts through the vocabulary from its own start with its own step: cheap to make,
-    and learnable, so a wrong gradient shows in the loss within a few steps."""
+    """Samples that count through the vocabulary, each from its own start with its own step."""
 
     def __init__(self, seq_length: int, vocab_size: int, seed: int):
         self._seq_length = seq_length

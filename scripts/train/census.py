@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How many existing training recipes start with `--use-asynchzp`, and which flag keeps the rest:
+"""Counts the training recipes that start with `--use-asynchzp`, and the flags that refuse the rest.
 
     python -m scripts.train.census PLACE [PLACE...] [--out FILE]
 
@@ -42,8 +42,11 @@ _WRITER = ["--async-strategy", "mcore"]
 
 @dataclass(frozen=True)
 class Case:
-    """One command line. flags: a shell variable that the recipe does not set stands for 1; name,
-    hardware, ranks: where the recipe says so."""
+    """One command line.
+
+    `flags`: a shell variable that the recipe does not set stands for 1; `name`, `hardware`,
+    `ranks`: if the recipe says so.
+    """
 
     path: Path
     flags: list[str]
@@ -54,9 +57,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case. stock, ours: None where Megatron alone, or with `--use-asynchzp`,
-    accepted it; lost: the arguments that are then switched off without a replacement; needed: what
-    has to be in the environment."""
+    """What became of a case.
+
+    `stock`, `ours`: None if Megatron alone, or with `--use-asynchzp`, accepted it; `lost`: the
+    arguments that are then switched off without a replacement; `needed`: what has to be in the
+    environment.
+    """
 
     case: Case
     stock: of_start.Line | None
@@ -74,8 +80,7 @@ class Verdict:
 
 
 def _shape_for(flags: list[str], stages: int) -> list[str]:
-    """A small model that the parallel sizes divide, with the parts that `flags` name. stages: on a
-    pipeline rank."""
+    """Return a small model that the parallel sizes divide, with the parts that `flags` name."""
 
     def size(name: str) -> int:
         flag = f"--{name}-parallel-size"

@@ -1,7 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a command line. From megatron-core 0.19 on `pretrain` builds a model from a
-configuration; 0.18 has configurations of hybrid models alone, and asks for a function."""
+"""Builds the model of a command line.
+
+From megatron-core 0.19 on `pretrain` builds a model from a configuration; 0.18 has configurations
+of hybrid models alone, and asks for a function.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence

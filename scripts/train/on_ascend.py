@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Megatron script on Ascend NPUs: torch_npu's own mapping of torch.cuda to torch.npu first,
-then what that mapping and HCCL leave out.
+"""Runs a Megatron script on Ascend NPUs.
+
+torch_npu's own mapping of torch.cuda to torch.npu comes first, then what that mapping and HCCL
+leave out.
 
     torchrun ... scripts/train/on_ascend.py scripts/train/pretrain_gpt.py [Megatron's flags]
 
@@ -40,8 +42,7 @@ def main(argv: list[str]) -> None:
 
 
 def install() -> None:
-    """All that a start brings, in this process from here on; Megatron is imported later. Raises
-    ImportError where torch_npu cannot be."""
+    """Install all that a start brings, in this process; Megatron is imported later."""
     os.environ.setdefault(*CAPABILITY)  # before torch, which loads torch_npu
     import torch
     import torch.distributed as dist
@@ -53,8 +54,11 @@ def install() -> None:
 
 
 def refuse_cuda_build(torch_folder: Path) -> None:
-    """End the process, in one line, where torch is a build for CUDA: torch_npu aborts beside it, by
-    a C++ error that Python cannot catch. It can go when torch_npu says so itself."""
+    """End the process, in one line, if torch is a build for CUDA.
+
+    torch_npu aborts with it, by a C++ error that Python cannot catch. It can go when torch_npu says
+    so itself.
+    """
     version = torch_folder / "version.py"
     found = version.is_file() and re.search(
         r"^cuda\b[^=\n]*= *['\"]([^'\"]+)", version.read_text(), re.MULTILINE
@@ -68,8 +72,11 @@ def refuse_cuda_build(torch_folder: Path) -> None:
 
 
 def type_as_on_cuda(read_type: Callable) -> Callable:
-    """`Tensor.type()`, which Megatron compares with "torch.cuda.FloatTensor" where it clips
-    (clip_grads.py) and builds optimizers. It can go when Megatron compares dtypes."""
+    """Let `Tensor.type()` answer as on CUDA.
+
+    Megatron compares it with "torch.cuda.FloatTensor" where it clips (clip_grads.py) and builds
+    optimizers. It can go when Megatron compares dtypes.
+    """
 
     @functools.wraps(read_type)
     def type_name(self: Any, *args: Any, **options: Any) -> Any:
@@ -80,9 +87,11 @@ def type_as_on_cuda(read_type: Callable) -> Callable:
 
 
 def numbered(read_properties: Callable) -> Callable:
-    """`get_device_properties` with the capability as major and minor, where torch_npu has None:
+    """Give `get_device_properties` the capability as major and minor, where torch_npu has None.
+
     Megatron compares it where tensors or contexts are cut (arguments.py). It can go when torch_npu
-    answers by itself."""
+    answers by itself.
+    """
 
     class Properties:
         def __init__(self, found: Any):
@@ -101,12 +110,12 @@ def numbered(read_properties: Callable) -> Callable:
 
 
 def exact_doubles(all_reduce: Callable, device: str) -> Callable:
-    """`dist.all_reduce` of fp64, which HCCL lacks on Atlas A2 and A3: Megatron takes the earliest
-    start of all ranks so. fp32 would round a time to two minutes, so all ranks gather the bits as
-    int64 and reduce them on the host. It can go when HCCL reduces fp64.
+    """Give `dist.all_reduce` of fp64, which HCCL lacks on Atlas A2 and A3.
 
-    Raises NotImplementedError for async_op and for an operation other than sum, product, minimum,
-    maximum and mean.
+    Megatron takes the earliest start of all ranks so. fp32 would round a time to two minutes, so
+    all ranks gather the bits as int64 and reduce them on the host. It can go when HCCL reduces
+    fp64. Raises NotImplementedError for async_op and for an operation other than sum, product,
+    minimum, maximum and mean.
     """
     import torch
     import torch.distributed as dist

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns text into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx). A text file is one document;
-each line of a .jsonl or .ndjson file, each entry of a list in a .json file and each row of a
-.parquet file is one; each is closed by the end-of-document token. Files may be compressed with gzip
-(.gz). Files of other names are looked into. Without inputs it takes the sources of Python's own
-standard library: real text that is on every machine.
+"""Turns text into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx).
+
+A text file is one document; each line of a .jsonl or .ndjson file, each entry of a list in a .json
+file and each row of a .parquet file is one; each is closed by the end-of-document token. Files may
+be compressed with gzip (.gz). Files of other names are looked into. Without inputs it takes the
+sources of Python's own standard library: real text that is on every machine.
 """
 
 import argparse
@@ -53,8 +54,11 @@ class Encoder(Protocol):
 
 
 class ByteEncoder:
-    """Every byte is a token. Megatron's command line offers no byte tokenizer: NullTokenizer
-    carries the vocabulary's size, and its end-of-document id is the last one, 256."""
+    """Makes every byte a token.
+
+    Megatron's command line offers no byte tokenizer: NullTokenizer carries the vocabulary's size,
+    and its end-of-document id is the last one, 256.
+    """
 
     dtype = np.uint16
 
@@ -100,8 +104,11 @@ class HuggingFaceEncoder:
 
 
 def split_flags(documents: int) -> list[str]:
-    """What must be said of the three sets with so few documents. Megatron never ends building a set
-    that has a weight but no document; with none to evaluate it fails where it evaluates."""
+    """Return the flags about the three sets that this number of documents needs.
+
+    Megatron never ends building a set that has a weight but no document; with none to evaluate it
+    fails where it evaluates.
+    """
     split = next(split for split in _SPLITS if _fills_all(split, documents))
     flags = ["--split", ",".join(map(str, split))] if split != _SPLITS[0] else []
     return flags if split[1] else [*flags, "--eval-iters", "0"]
@@ -148,8 +155,7 @@ def list_files(inputs: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 def encode_all(
     documents: Iterable[tuple[str, bytes]], encoder: Encoder, workers: int = 1
 ) -> Iterator[np.ndarray]:
-    """Token ids of each document, in order, from `workers` processes. A few batches are in memory
-    at a time, whatever the length of the input."""
+    """Yield the token ids of each document, in order, from `workers` processes."""
     if workers == 1:
         yield from (encoder.encode(document, name) for name, document in documents)
         return
@@ -182,9 +188,12 @@ def _encode_in_worker(batch: tuple[tuple[str, bytes], ...]) -> list[np.ndarray]:
 def write_dataset(
     documents: Iterable[tuple[str, bytes]], encoder: Encoder, prefix: Path, workers: int = 1
 ) -> Summary:
-    """Write PREFIX.bin and PREFIX.idx. They appear complete or not at all: written under other
-    names in the same folder and renamed at the end, the index last, since without its index a
-    .bin is no dataset. An older dataset of that name stays as it was until then."""
+    """Write PREFIX.bin and PREFIX.idx, complete or not at all.
+
+    They are written under other names in the same folder and renamed at the end, the index last,
+    since without its index a .bin is no dataset. An older dataset of that name stays as it was
+    until then.
+    """
     # Warnings about accelerators from the imports of torch and Megatron do not matter here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):

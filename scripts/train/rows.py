@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what scripts/train can launch: rows.toml, and the Megatron command line of each row. Must
-not import torch or Megatron: launch.sh asks on every node, for the command alone.
+"""Owns what scripts/train can launch: rows.toml, and the Megatron command line of each row.
 
-    python -m scripts.train.rows                             # the rows
-    python -m scripts.train.rows ROW [--platform ascend] [-- more Megatron flags]
-    python -m scripts.train.rows ROW --notes                 # where its numbers are from
+python -m scripts.train.rows                             # the rows
+python -m scripts.train.rows ROW [--platform ascend] [-- more Megatron flags]
+python -m scripts.train.rows ROW --notes                 # where its numbers are from
 """
 
 import argparse

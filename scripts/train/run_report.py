@@ -42,12 +42,12 @@ def _storages_nbytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 def state_bytes(
     chunks: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, int]:
-    """Bytes this rank holds between steps, by state, counted from live tensors; "rings" is the
-    memory that AsyncHZP keeps for parameters and gradients in flight.
+    """Return the bytes that this rank holds between steps, by state, counted from live tensors.
 
-    chunks: the wrapped model chunks (stock DDP or AsyncHZP); optimizers: the torch optimizers
-    inside Megatron's. A storage counts once: views of one buffer are one buffer, its padding
-    included, and in fp32 stock's main parameters are the model's own.
+    "rings" is the memory that AsyncHZP keeps for parameters and gradients in flight. `chunks`: the
+    wrapped model chunks (stock DDP or AsyncHZP); `optimizers`: the torch optimizers inside
+    Megatron's. A storage counts once: views of one buffer are one buffer, its padding included, and
+    in fp32 stock's main parameters are the model's own.
     """
     seen: set[int] = set()
     states = "model_param", "main_grad", "main_param", "optimizer_state", "rings"

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a training job to rollout workers, as reinforcement learning needs them: all of them
-once, then what changed. The workers are processes of their own, in no process group of the trainers
-and without anything of the engine but `apply_delta`.
+"""Streams weights from a training job to rollout workers: all of them once, then the changes.
+
+Reinforcement learning needs that. The workers are processes of their own, in no process group of
+the trainers and without anything of the engine but `apply_delta`.
 
     python -m scripts.train.to_rollouts                # 8 trainer ranks, 4 workers, on gloo
 

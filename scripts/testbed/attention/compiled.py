@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the fused kernels for GPUs on a machine without one, and reads from the assembler what
-each spills and how many registers a thread takes."""
+"""Compiles the fused kernels for GPUs on a machine without one."""
 
 import re
 import subprocess

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the published arithmetic of PASA (arXiv 2503.01873, its algorithm and block sizes), for
-comparison: the mean of a block's scores is recovered from the scores themselves.
+"""Owns the published arithmetic of PASA (arXiv 2503.01873, its algorithm and block sizes).
+
+For comparison: the mean of a block's scores is recovered from the scores themselves.
 
     M  = scale (I - beta/n J)     K'_j = (K_j^T M)^T            once per key head and block
     S' = Q K'_j^T                 mu_j = rowmean(S')            over all keys, before the mask
@@ -126,8 +127,11 @@ def paper_backward(
     precision: Precision = ALL_FP16,
     block_size: int = BLOCK_SIZE,
 ) -> AttentionGradients:
-    """Gradients in the published frame: P = exp(S' + Inv (mu_j - F_last) - L), and as
-    S = Q (K'_j + Inv mean(K'_j))^T, dQ = sum_j [ dS_j K'_j + Inv r_j mean(K'_j) ]."""
+    """Return the gradients in the published frame.
+
+    P = exp(S' + Inv (mu_j - F_last) - L), and as S = Q (K'_j + Inv mean(K'_j))^T, dQ = sum_j [ dS_j
+    K'_j + Inv r_j mean(K'_j) ].
+    """
     groups, heads, vector = k_BGTD.shape[1], q_BHSD.shape[1], precision.vector
     inv = recovery_factor(beta)
     k_BGTD, v_BGTE = _real_keys(k_BGTD, v_BGTE, mask)
@@ -164,8 +168,11 @@ def _real_keys(k_BGTD, v_BGTE, mask: AttentionMask):
 
 
 def _blocks(q_BGND, k_BGTD, mask: AttentionMask, scale, beta, precision, block_size):
-    """Each block with its shifted keys and scores; the mean of a row is over all its keys, masked
-    or not, because the shift was. Blocks that no query attends are left out."""
+    """Yield each block with its shifted keys and scores.
+
+    The mean of a row is over all its keys, masked or not, because the shift was. Blocks that no
+    query attends are left out.
+    """
     repeats = q_BGND.shape[2] // mask.num_queries
     allowed_B1NT = mask.allowed_BHST(q_BGND.device).repeat(1, 1, repeats, 1)
     for start in range(0, k_BGTD.shape[2], block_size):

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs on which the error of an attention is measured (normal ones, and those of the paper's
-benchmark, arXiv 2503.01873), and that error. Knows no implementation."""
+"""Makes inputs on which the error of an attention is measured, and measures it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the constants of the published PASA: how much of a block's mean is taken off its keys
-(beta), the matrix that does it, and the factor that undoes it.
+"""Owns the constants of the published PASA.
+
+How much of a block's mean is taken off its keys (beta), the matrix that does it, and the factor
+that undoes it.
 
 Section and equation names follow arXiv 2503.01873.
 """
@@ -39,11 +41,11 @@ def shifting_matrix(
 def mean_gain(
     block_size: int, beta: float, scale: float | None = None, dtype: torch.dtype = torch.float16
 ) -> float:
-    """What the rounded M does to a constant column, over what it should keep of it (1 - beta is
-    meant): the sum of a row of M, over `scale`.
+    """Return how much of a constant column the rounded M keeps, over the intended 1 - beta.
 
-    scale None is the published form (a - b n), in which the diagonal 1 - beta/n is rounded by
-    itself and multiplied by the scale later, exactly. A scale is folded in before rounding.
+    It is the sum of a row of M over `scale`. A `scale` of None is the published form (a - b n), in
+    which the diagonal 1 - beta/n is rounded by itself and multiplied by the scale later, exactly. A
+    scale is folded in before rounding.
     """
     if scale is None:
         scale = 1.0

@@ -30,8 +30,7 @@ def new_adamw(
 
 
 def owned_params(unit: HZPUnit) -> list[torch.nn.Parameter]:
-    """For an optimizer of `unit` alone: what this rank holds of its main parameters, each with its
-    `grad`."""
+    """Return the main parameters of `unit` that this rank holds, each with its `grad`."""
     owned = [one for one in unit.new_fragments() if one.held.numel]
     for one in owned:
         one.param.grad = one.grad
@@ -39,8 +38,7 @@ def owned_params(unit: HZPUnit) -> list[torch.nn.Parameter]:
 
 
 class FusedAdam:
-    """From its construction on every torch Adam of the process is fused, whoever has built it, and
-    what steps of optimizers take is measured."""
+    """Makes every torch Adam of the process fused, and measures the steps of optimizers."""
 
     def __init__(self):
         self.seconds = 0.0

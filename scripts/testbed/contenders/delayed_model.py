@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the model of the schedule benchmarks: blocks of real but small arithmetic that last as long
-as an accelerator would compute.
-"""
+"""Owns the model of the schedule benchmarks."""
 
 from dataclasses import dataclass
 
@@ -14,8 +12,12 @@ from scripts.testbed.contenders.layer_delay import Delay
 
 @dataclass(frozen=True)
 class ModelSize:
-    """hidden, blocks: 12 hidden^2 parameters a block; rows: of a micro-batch of one rank; block_ms:
-    emulated forward time of a block, its backward takes twice that; micro_batches: of a step."""
+    """The size of the model.
+
+    `hidden`, `blocks`: 12 hidden^2 parameters a block; `rows`: of a micro-batch of one rank;
+    `block_ms`: emulated forward time of a block, its backward takes twice that; `micro_batches`: of
+    a step.
+    """
 
     hidden: int = 512
     blocks: int = 6
@@ -62,8 +64,7 @@ class DelayedModel(nn.Module):
 
 
 def batch_of(size: ModelSize, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and target, different for every step and rank. The input wants a gradient, as what
-    comes out of an embedding does."""
+    """Return input and target, different for every step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(size.rows, size.hidden, generator=generator)
     return x.requires_grad_(), x.detach().roll(1, -1)

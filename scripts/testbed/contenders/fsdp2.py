@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a model is given to torch's FSDP2, for every benchmark: over which ranks it is sharded,
-and what is kept from forward to backward, at the settings that its documentation and torchtitan
-recommend and those that they offer.
+"""Owns how every benchmark gives a model to torch's FSDP2.
+
+The ranks over which it is sharded and the parameters that it keeps for backward are at the settings
+that its documentation and torchtitan recommend, and those that they offer.
 
 - Units: the embedding, every layer, norm and output together; nothing is left to the root.
 - The next unit is gathered ahead by explicit lists. torch's implicit prefetch relies on a host that
@@ -27,8 +28,11 @@ Unit = Sequence[nn.Module]  # modules that are gathered together, in the order o
 
 
 class Sharding(NamedTuple):
-    """is_hybrid: over the ranks of a node and replicated over nodes, not over all ranks;
-    keeps_params: gathered once a step, all parameters stay for backward."""
+    """How FSDP2 shards.
+
+    `is_hybrid`: over the ranks of a node and replicated over nodes, not over all ranks;
+    `keeps_params`: gathered once a step, all parameters stay for backward.
+    """
 
     is_hybrid: bool
     keeps_params: bool

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The least that hierarchical ZeRO with threads needs: parameters and gradients sharded inside a
-node, optimizer state over all ranks. A baseline for the engine, not a part of it: it knows one kind
-of model (units that run one after the other, trained whole, one micro-batch per step).
+"""The least that hierarchical ZeRO with threads needs, as a baseline for the engine.
+
+Parameters and gradients are sharded inside a node, optimizer states over all ranks. It knows one
+kind of model: units that run one after the other, trained whole, one micro-batch per step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +19,11 @@ from scripts.testbed.contenders.adam import new_adamw
 
 
 class _UnitState:
-    """Memory of one unit: `full` exists while the unit computes, `shard` is the node's part,
-    `main` this rank's part of that."""
+    """Memory of one unit.
+
+    `full` exists while the unit computes, `shard` is the node's part, `main` this rank's part of
+    that.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh):
         self.params = [param for module in modules for param in module.parameters()]

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the time that a Megatron transformer layer takes on the accelerator that is not there: time
-passes, and no core is used.
-"""
+"""Owns the time that a Megatron transformer layer takes on the emulated accelerator."""
 
 import contextlib
 import time
@@ -55,8 +53,11 @@ def delayed(hidden: torch.Tensor, forward_ms: float, tensor_parallel: int) -> to
 
 @contextlib.contextmanager
 def layers_take(forward_ms: float) -> Iterator[None]:
-    """Every TransformerLayer of Megatron takes that long for a sample. The delay belongs to the
-    layer's forward: what wraps the layer gathers before it and reduces after it."""
+    """Let every TransformerLayer of Megatron take this long for a sample.
+
+    The delay belongs to the layer's forward: a wrapper of the layer gathers before it and reduces
+    after it.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -20,8 +20,7 @@ from scripts.testbed.megatron_runs import close_communication, listening, patche
 def train_megatron(
     network: Network, workload: Workload, micro_batch: int, flags: Sequence[str]
 ) -> RankReport:
-    """The measured steps of `pretrain()` with these flags. For Cluster.run; the process ends after
-    it, so nothing is taken down."""
+    """Run `pretrain()` with these flags, and return the measured steps."""
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
@@ -60,9 +59,11 @@ def _take_exposed_s() -> float:
 
 
 def _give_cuda_streams(meter: StepMeter) -> None:
-    """Megatron asks torch.cuda for its streams. The platform's are inert; these let what waits on
-    a side stream go on, as a device would. From the first step on: what builds the model on a side
-    stream reads results on the host, which on a device would wait by itself."""
+    """Give Megatron streams that let work on a side stream go on, as a device would.
+
+    The platform's are inert. They come with the first step: the model's builder reads results of a
+    side stream on the host, which on a device would wait by itself.
+    """
     for name in ("Stream", "Event", "current_stream", "synchronize"):
         setattr(torch.cuda, name, getattr(streams, name))
 
@@ -73,9 +74,11 @@ def _give_cuda_streams(meter: StepMeter) -> None:
 
 
 def _gather_without_stream() -> None:
-    """Megatron-FSDP frees memory that its gathering stream still uses, which is right where memory
-    belongs to streams. Here it gathers on the default one, by handles: beside computation all the
-    same, as nothing else is on that stream."""
+    """Let Megatron-FSDP gather on the default stream, by handles.
+
+    It frees memory that its gathering stream still uses, which is right only if memory belongs to
+    streams. The gathers overlap computation all the same, as nothing else is on that stream.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
         AllGatherPipeline,
     )

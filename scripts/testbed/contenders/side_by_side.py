@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the list of what is compared: each contender's flags at its best documented setting, or the
-reason why it is not run.
-"""
+"""Owns the list of contenders: each one's flags at its best documented setting."""
 
 from dataclasses import dataclass
 
@@ -27,8 +25,11 @@ MICRO_BATCHES = 8  # of a pipeline, in `pipelines`
 
 @dataclass(frozen=True)
 class Contender:
-    """One row. micro_batch: samples; torch_system: run without Megatron's loop, by torch_run.py;
-    reason: why it is not run; note: what to know when reading its row."""
+    """One row.
+
+    `micro_batch`: samples; `torch_system`: run without Megatron's loop, by torch_run.py; `reason`:
+    why it is not run; `note`: what to know when reading its row.
+    """
 
     name: str
     family: str

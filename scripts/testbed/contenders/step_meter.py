@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory. Every
-optimizer of the process is fused from its construction on."""
+"""Measures steps on one rank: times, bytes on the network, tensor memory."""
 
 import gc
 import time
@@ -18,8 +17,11 @@ from scripts.testbed.memory import install_memory_count
 
 
 class StepMeter:
-    """Hears of the begin of every step; the last one is not measured any more, so that
-    what a step leaves in flight is part of some measured step."""
+    """Measures each step from its begin to the begin of the next.
+
+    The last step is not measured, so that the work that a step leaves in flight is part of some
+    measured step.
+    """
 
     def __init__(
         self,
@@ -27,8 +29,11 @@ class StepMeter:
         workload: Workload,
         take_exposed_s: Callable[[], float] = lambda: 0.0,
     ):
-        """take_exposed_s: seconds since its last call for which the main thread waited for other
-        threads of its own, which in turn wait for the network."""
+        """Start measuring.
+
+        `take_exposed_s`: returns the seconds since its last call for which the main thread waited
+        for threads of its own, which in turn wait for the network.
+        """
         self._network, self._workload, self._take_exposed_s = network, workload, take_exposed_s
         self._begins_s: list[float] = []
         self._memory = install_memory_count()

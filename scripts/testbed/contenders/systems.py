@@ -204,9 +204,11 @@ def new_runtime(
 
 
 class Engine(System):
-    """Our engine: parameters and gradients over a node's ranks, optimizer state over all. kind: of
-    its schedule; timed_every: on a device one step in so many is timed; is_forced: where it is
-    early, every unit is sent early, whatever became of the steps before."""
+    """Our engine: parameters and gradients over a node's ranks, optimizer states over all.
+
+    `kind`: of its schedule; `timed_every`: on a device one step in this many is timed; `is_forced`:
+    if it is early, every unit is sent early, whatever the steps before.
+    """
 
     kind, timed_every, is_forced = "threaded", 10, False
     volume = staticmethod(hierarchical_volume)
@@ -278,8 +280,7 @@ def _mean(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class BesideTensorParallel(Engine):
-    """The engine over the nodes, while the ranks of a node reduce what enters and leaves each
-    block, as the layers of Megatron's tensor parallelism do."""
+    """The engine over the nodes, while the ranks of a node reduce around each block."""
 
     kind = "main-thread"
 
@@ -346,8 +347,7 @@ class ClippedAfterSending(Engine):
 
 
 def _variants(name: str, system: type[System], **attributes: Any) -> dict[str, type[System]]:
-    """`system` with these attributes, with units of whole and of half blocks; their parameters sent
-    after the update and, where the system can, before."""
+    """Return `system` with units of whole and half blocks, updated late and early."""
     updates = (False, True) if issubclass(system, Engine | Baseline) else (False,)
     variants = {
         f"{name}{', halves' if halves else ''}{', early update' if early else ''}": type(

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains Megatron's GPT, without Megatron's loop, by torch's FSDP2 or by DeepSpeed, on one rank of
-an emulated cluster, and measures its steps.
-"""
+"""Trains Megatron's GPT by torch's FSDP2 or by DeepSpeed, and measures its steps."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -134,8 +132,11 @@ def _fsdp2(
 
 
 def _deepspeed(model: nn.Module, workload: Workload, node_copies: int) -> Stepper:
-    """ZeRO-3, what it prefetches and keeps scaled to a model of this size as its defaults are to
-    large ones: one layer ahead, one layer kept. node_copies: hpZ's ranks of a secondary copy."""
+    """Return ZeRO-3 with settings scaled to a model of this size.
+
+    It prefetches one layer and keeps one, as its defaults do for large models. `node_copies`: hpZ's
+    ranks of a secondary copy.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # pyright: ignore[reportMissingImports]
 

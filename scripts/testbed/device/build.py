@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the emulated device against the headers in the installed wheels, once: half a minute or
-less; `python -m scripts.testbed.device.build` does that ahead of time. It must not import torch:
-the libraries have to be there before torch is."""
+"""Compiles the emulated device against the headers in the installed wheels, once.
+
+That takes half a minute; `python -m scripts.testbed.device.build` does it ahead of time. It must
+not import torch: the libraries have to be there before torch is.
+"""
 
 import hashlib
 import re
@@ -165,8 +167,7 @@ class Build(NamedTuple):
         return asked
 
     def refusals(self, asked: set[str], objects: Sequence[Path]) -> Path:
-        """The object with every function that is asked for and not emulated: it ends the process
-        with its name."""
+        """Return the object with every function that is asked for and not emulated."""
         here = {
             name for one in objects for name in symbols(one, "--defined-only", is_dynamic=False)
         }

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels of the emulated device are put off, and how many were. A law and a seed decide it for
-all ranks."""
+"""Says how kernels of the emulated device are put off, and counts them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated device from inside a process that runs on it: sets delays, and says what has run.
-Importing it installs CUDA's operations, so that ranks forked from here need not."""
+"""Controls the emulated device from inside a process: sets delays, and says what has run."""
 
 import ctypes
 import os
@@ -46,8 +45,11 @@ _operations.asynchzp_device_waited.restype = ctypes.c_char_p
 
 
 class Span(NamedTuple):
-    """what: "compute" or NCCL's kind of call; begin_s, end_s: by the device's clock. A collective
-    begins when its last rank has come, messages on this rank."""
+    """A span of the device's clock.
+
+    `what`: "compute" or NCCL's kind of call; `begin_s`, `end_s`: by the device's clock. A
+    collective begins when its last rank has come, messages on this rank.
+    """
 
     what: str
     begin_s: float
@@ -81,10 +83,12 @@ def set_delays(delays: Delays, rank: int, world_size: int) -> None:
 
 
 def state_time(network: NetworkProfile = NetworkProfile(), host_gbit: float = inf) -> None:
-    """From here on the device's own clock goes, which events with timing read: `compute` takes what
-    it states, collectives what rings over `network` take, copies between the device and its host
-    what a link of `host_gbit` Gbit/s each way takes, everything else nothing. No core works or
-    sleeps for it, and it is the same in every run."""
+    """Start the device's own clock, which events with timing read.
+
+    `compute` takes what it states, collectives what rings over `network` take, copies between the
+    device and its host what a link of `host_gbit` Gbit/s each way takes, everything else nothing.
+    No core works or sleeps for it, and it is the same in every run.
+    """
     _runtime.asynchzp_device_state_time(
         *(1e9 / 8 * network.gbit(is_inter) for is_inter in (True, False)),
         *(network.latency_s(is_inter) for is_inter in (True, False)),
@@ -94,8 +98,7 @@ def state_time(network: NetworkProfile = NetworkProfile(), host_gbit: float = in
 
 
 def compute(seconds: float) -> None:
-    """A kernel on the current stream that takes so long by the device's clock, and during which the
-    device computes nothing else."""
+    """Launch a kernel that takes `seconds` by the device's clock, alone on the device."""
     _runtime.asynchzp_device_compute(torch.cuda.current_stream().cuda_stream, seconds)
 
 

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What torch finds on the emulated device. It must not import torch: the libraries have to be there
-before torch is."""
+"""Says what torch finds on the emulated device."""
 
 from scripts.testbed.device import build
 from scripts.testbed.device.delays import Delays

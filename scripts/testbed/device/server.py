@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process from which ranks on the emulated device fork: `-m scripts.testbed.device.server FD
-MODULE ...`, started by worlds.py with the device preloaded."""
+"""Runs the process from which ranks on the emulated device fork.
+
+worlds.py starts `-m scripts.testbed.device.server FD MODULE ...` with the device preloaded.
+"""
 
 import sys
 from multiprocessing.connection import Connection

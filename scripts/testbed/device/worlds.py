@@ -57,10 +57,11 @@ class DeviceWorlds:
         env: dict[str, str] | None = None,
         watches: bool = True,
     ) -> list[Any]:
-        """`fn(*args)` on every rank, with a device each and NCCL or HCCL as the default group; what
-        they returned. fn, args and results must pickle. Raises DeviceFailure.
+        """Run `fn(*args)` on every rank, and return the results.
 
-        watches: whether it fails for accesses that nothing orders."""
+        Each rank has a device, and NCCL or HCCL as the default group. fn, args and results must
+        pickle. `watches`: fail for accesses that nothing orders. Raises DeviceFailure.
+        """
         start = self._log.seek(0, os.SEEK_END)
         self._connection.send((fn, world_size, args, delays, timeout_s, env, watches))
         try:

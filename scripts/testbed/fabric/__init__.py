@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The torch.distributed backend "fabric" on CPUs, over a modelled network:
+"""The torch.distributed backend "fabric" on CPUs, over a modelled network.
 
 from scripts.testbed import fabric
 

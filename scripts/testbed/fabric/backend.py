@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the torch.distributed backend "fabric": process groups that behave like NCCL's (one
-operation of a group after the other, asynchronous to the caller) over a modelled network.
+"""Owns the torch.distributed backend "fabric".
+
+Its process groups behave like NCCL's (one operation of a group after the other, asynchronous to the
+caller) over a modelled network.
 
     from scripts.testbed import fabric
     network = fabric.register()              # the profile of ASYNCHZP_FABRIC_*
@@ -51,8 +53,7 @@ def register(profile: NetworkProfile | None = None) -> Network:
 
 
 class FabricGroup(LaneGroup):
-    """The collectives. Arguments are checked where they are submitted; what ranks disagree on, the
-    receiver of a message notices."""
+    """The collectives of a group."""
 
     # ---- flat
 

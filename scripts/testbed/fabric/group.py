@@ -156,8 +156,10 @@ class LaneGroup(dist.ProcessGroup):
     # ---- the end
 
     def shutdown(self) -> None:
-        """Finish what was submitted, then end the lanes and connections. Never hangs: where a
-        lane is not done in time, its connections end first."""
+        """Finish what was submitted, then end the lanes and connections.
+
+        It never hangs: if a lane is not done in time, its connections end first.
+        """
         for lane in self._lanes.values():
             lane.close()
         for lane in self._lanes.values():

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the threads that run operations, in the order of their submission, and the handles to
-wait for them.
-"""
+"""Owns the threads that run operations in the order of submission, and their handles."""
 
 import queue
 import threading

@@ -31,10 +31,10 @@ class Network:
 
 
 class Link:
-    """One operation's way to the other ranks of its group: counts, and lets the modelled time
-    pass.
+    """One operation's way to the other ranks of its group.
 
-    nodes: the node of each group rank; label: what the operation is, equal on all its ranks.
+    It counts, and lets the modelled time pass. `nodes`: the node of each group rank; `label`: what
+    the operation is, equal on all its ranks.
     """
 
     def __init__(
@@ -58,8 +58,10 @@ class Link:
         receive: torch.Tensor | None = None,
         source: int = 0,
     ) -> None:
-        """Send and receive at the same time; return when both are through, on the wire and by
-        the model. The payload goes at once: its arrival is what the model delays."""
+        """Send and receive at once; return when both are through, also by the model.
+
+        The payload goes at once: its arrival is what the model delays.
+        """
         outgoing = incoming = None
         done = 0.0
         if send is not None:

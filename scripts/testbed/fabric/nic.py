@@ -104,8 +104,7 @@ class NicClocks:
 
 
 def first_free(taken: list[Span], begin: float, length: float) -> list[Span]:
-    """The first spans from `begin` on, `length` together, that lie in none of `taken`, which is
-    sorted and may overlap."""
+    """Return the first free spans from `begin` on, `length` together."""
     found: list[Span] = []
     for next_begin, next_end in taken:
         if begin + length <= next_begin + _NANOSECOND:

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the algorithms of the collectives: which piece goes to which rank, in which order it is
-reduced.
+"""Owns the algorithms of the collectives: where each piece goes, and the order of reduction.
 
 Volumes are the least possible ones. For n ranks and tensors of S bytes, sent in all / per rank:
 
@@ -36,7 +35,7 @@ def ring_all_gather(link: Link, chunks: Chunks) -> None:
 
 
 def ring_reduce_scatter(link: Link, chunks: Chunks, own: torch.Tensor, how: Reduction) -> None:
-    """own = reduction over the ranks of their chunks[link.rank]; may be that chunk itself."""
+    """Set own to the reduction over the ranks of their chunks[link.rank]; it may be that chunk."""
     n, r = link.size, link.rank
     if n == 1:
         own.copy_(chunks[0])
@@ -61,7 +60,7 @@ def ring_all_reduce(link: Link, flat: torch.Tensor, how: Reduction) -> None:
 
 
 def chain_broadcast(link: Link, flat: torch.Tensor, root: int) -> None:
-    """root -> root + 1 -> ..., in pieces that follow each other."""
+    """Send along root -> root + 1 -> ..., in pieces that follow each other."""
     place = (link.rank - root) % link.size
     before, after = (link.rank - 1) % link.size, (link.rank + 1) % link.size
     has_after = place < link.size - 1
@@ -75,7 +74,7 @@ def chain_broadcast(link: Link, flat: torch.Tensor, root: int) -> None:
 
 
 def chain_reduce(link: Link, flat: torch.Tensor, root: int, how: Reduction) -> None:
-    """root + 1 -> root + 2 -> ... -> root, which alone gets the result; others keep their input."""
+    """Reduce along root + 1 -> root + 2 -> ... -> root."""
     place = (link.rank - root - 1) % link.size
     before, after = (link.rank - 1) % link.size, (link.rank + 1) % link.size
     for piece in _pieces(flat):
@@ -92,7 +91,7 @@ def chain_reduce(link: Link, flat: torch.Tensor, root: int, how: Reduction) -> N
 
 
 def gather_to(link: Link, own: torch.Tensor, outputs: Chunks, root: int) -> None:
-    """outputs (of root alone) = the ranks' own, in rank order."""
+    """Set outputs, of root alone, to the ranks' own, in rank order."""
     if link.rank != root:
         link.exchange(own, root)
         return
@@ -104,7 +103,7 @@ def gather_to(link: Link, own: torch.Tensor, outputs: Chunks, root: int) -> None
 
 
 def scatter_from(link: Link, own: torch.Tensor, inputs: Chunks, root: int) -> None:
-    """own = piece link.rank of root's inputs."""
+    """Set own to piece link.rank of root's inputs."""
     if link.rank != root:
         link.exchange(receive=own, source=root)
         return

@@ -9,8 +9,11 @@ import torch
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in one dimension: its own memory where it is contiguous, else a copy. Through
-    `.data`, so that autograd sees no access of another thread, as with an accelerator's."""
+    """Return `tensor` in one dimension: its own memory if it is contiguous, else a copy.
+
+    It goes through `.data`, so that autograd sees no access of another thread, as with an
+    accelerator's.
+    """
     return tensor.data.contiguous().view(-1)
 
 

@@ -172,8 +172,7 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def host_waits() -> int:
-    """How often a tensor operation on a side stream held this thread up; 0 for a contender that
-    puts only collectives there."""
+    """Return how often a tensor operation on a side stream held this thread up."""
     return _THREAD.host_waits
 
 
@@ -251,8 +250,10 @@ def _do_all(operations: queue.SimpleQueue) -> None:
 
 
 def _is_in_place(func: Any, args: tuple) -> bool:
-    """Whether the operation changes its first argument and returns nothing else. Storage is not
-    data: to resize a tensor has an effect on the host at once."""
+    """Return whether the operation changes its first argument and returns nothing else.
+
+    Storage is not data: to resize a tensor has an effect on the host at once.
+    """
     name = func._schema.name.removeprefix("aten::")
     is_named = name.endswith("_") and not name.startswith(("_", "resize", "set_"))
     return is_named and bool(args) and isinstance(args[0], torch.Tensor)

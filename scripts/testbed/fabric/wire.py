@@ -64,8 +64,7 @@ class Message:
         self._parts = [memoryview(self._header)]
 
     def check_header(self) -> None:
-        """The header is complete: refuse what is not the message expected, before any byte of it
-        is written to the tensor."""
+        """Refuse an unexpected message before its bytes are written to the tensor."""
         self.arrival, nbytes, label = _HEADER.unpack(self._header)
         sent, mine = label.rstrip(b"\0"), self.label.encode()[:_LABEL_NBYTES]
         if sent != mine:

@@ -1,8 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine's own Python, from its package on the registry, over the stand-in for its
-extension. `python -m scripts.testbed.te.environment [VERSION...]` fetches it ahead of time into the
-cache that `scripts.testbed.compiler` keeps; nothing of it is part of this project."""
+"""Puts Transformer Engine's own Python over the stand-in for its extension.
+
+The Python is that of its package on the registry. `python -m scripts.testbed.te.environment
+[VERSION...]` fetches it ahead of time into the cache that `scripts.testbed.compiler` keeps; nothing
+of it is part of this project.
+"""
 
 import importlib
 import os
@@ -33,11 +36,7 @@ def te_folder(version: str = VERSION) -> Path:
 
 
 def install() -> Any:
-    """`transformer_engine.pytorch` over the stand-in, in this process from here on. Megatron must
-    not have been imported before: it looks for Transformer Engine when it is.
-
-    Raises CompileError as `te_folder` does.
-    """
+    """Put `transformer_engine.pytorch` over the stand-in, in this process from here on."""
     if "transformer_engine_torch" in sys.modules:
         return sys.modules["transformer_engine.pytorch"]
     if "megatron.core" in sys.modules:

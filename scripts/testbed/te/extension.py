@@ -1,10 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`transformer_engine_torch` in torch operations: what Transformer Engine's Python needs of its
-compiled extension for linear layers, norms, activations, attention without a fused kernel, and
-fused optimizers. Any other function raises when it is called, with its name. Products are computed
-in fp32 and rounded once. Scales stay in their compact order, because only the real products need
-another."""
+"""Stands in for `transformer_engine_torch`, in torch operations.
+
+It has the functions of the compiled extension that Transformer Engine's Python needs for linear
+layers, norms, activations, attention without a fused kernel, and fused optimizers. Any other
+function raises when it is called, with its name. Products are computed in fp32 and rounded once.
+Scales stay in their compact order, because only the real products need another.
+"""
 
 import enum
 import importlib
@@ -178,10 +180,10 @@ def _microscaled(x: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _halved(x: Tensor, quantizer: Any) -> dict[str, Any]:
-    """NVFP4: rowwise 1 x 16, columnwise the same of the transposed matrix, transformed where the
-    quantiser asks for it; weights in 16 x 16.
+    """Quantise to NVFP4: rowwise 1 x 16, columnwise the same of the transposed matrix.
 
-    Source: pytorch/custom_recipes/quantization_ref_nvfp4.py, NVFP4QuantizerRef.
+    It is transformed if the quantiser asks for it; weights are in 16 x 16. Source:
+    pytorch/custom_recipes/quantization_ref_nvfp4.py, NVFP4QuantizerRef.
     """
     if quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6:
         _refusal("NVFP4 with scales of rows, or 4 over 6")()
@@ -278,8 +280,10 @@ def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
 
 
 def _values(tensor: Any, is_rowwise: bool) -> Tensor:
-    """The matrix that an operand stands for, fp32; with blocks in one direction they are those
-    along the dimension that is summed over: rows if is_rowwise."""
+    """Return the matrix that an operand stands for, in fp32.
+
+    Blocks in one direction are those along the dimension that is summed over: rows if is_rowwise.
+    """
     if hasattr(tensor, "_fp4_dtype"):
         return _halved_values(tensor, is_rowwise)
     if isinstance(tensor, Tensor) and not hasattr(tensor, "_fp8_dtype"):
@@ -608,10 +612,10 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_param_remainder(chunk, noop, lists, *settings):
-    """As multi_tensor_adam, of parameters in bf16 whose main parameters are the lower 16 bits that
-    they lack; where the highest of these is set the bf16 was rounded up.
+    """Update as multi_tensor_adam does; main parameters are the lower 16 bits of bf16 ones.
 
-    Source: common/multi_tensor/adam.cu, AdamFunctorMasterParamRemainder.
+    If the highest of these bits is set the bf16 was rounded up. Source:
+    common/multi_tensor/adam.cu, AdamFunctorMasterParamRemainder.
     """
     for grad, param, first, second, low in zip(*lists, strict=True):
         lower = low.to(torch.int32)

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of Transformer Engine's FP8 and FP4 formats in torch operations: scales and codes of
-matrices, and the values that they stand for. Sources are named by their path in Transformer Engine.
-"""
+"""Owns the grids of Transformer Engine's FP8 and FP4 formats in torch operations."""
 
 from typing import NamedTuple
 
@@ -25,8 +23,11 @@ class Grid(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """codes: [M, K] uint8. inverse: what a code of each block is multiplied with, fp32, or its
-    exponent, uint8; one for each block."""
+    """A matrix in codes.
+
+    `codes`: [M, K] uint8; `inverse`: the factor of the codes of each block, fp32, or its exponent,
+    uint8.
+    """
 
     codes: torch.Tensor
     inverse: torch.Tensor
@@ -112,8 +113,11 @@ _E2M1_TOP, _E4M3_TOP, BLOCK = 6.0, 448.0, 16
 
 
 def e2m1_of(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tensor:
-    """The codes, 4 bits in uint8, of fp32 values: the nearest, ties to even, beyond the largest the
-    largest; with `uniform` in [0, 1) one of the two neighbours, the nearer one more often."""
+    """Return the codes of fp32 values, 4 bits in uint8.
+
+    They are the nearest, ties to even, beyond the largest the largest; with `uniform` in [0, 1) one
+    of the two neighbours, the nearer one more often.
+    """
     magnitude = x.abs().clamp_max(_E2M1_TOP)
     values = torch.tensor(E2M1_VALUES, device=x.device)
     if uniform is None:
@@ -128,8 +132,11 @@ def e2m1_of(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tenso
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Source: pytorch/custom_recipes/quantization_ref_nvfp4.py, _quantize_blockwise_reference, as
-    what follows."""
+    """Return the scale of a whole matrix.
+
+    Source: pytorch/custom_recipes/quantization_ref_nvfp4.py, _quantize_blockwise_reference, as what
+    follows.
+    """
     scale = (torch.full_like(amax, _E4M3_TOP * _E2M1_TOP) / amax).clamp_max(_FP32_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 

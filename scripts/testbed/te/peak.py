@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory that a program holds at once, without what the stand-in's functions take while
-they run: they compute with fp32 copies of whole tensors, where a GPU's kernels have registers."""
+"""Counts the most memory that a program holds at once, without that of the stand-in's functions."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,8 +12,11 @@ _KIND = "requested_bytes.all"
 
 
 class Peak:
-    """While it is the one that counts: nbytes, the most that was requested of the device's
-    allocator at once outside of functions that are `as_a_kernel`, their results included."""
+    """Counts while it is the active one.
+
+    `nbytes`: the most that was requested of the device's allocator at once outside of functions
+    that are `as_a_kernel`, their results included.
+    """
 
     counting: "Peak | None" = None
 

@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""torch_npu's wheel in a folder of its own, so that no other process finds it, and the libraries
-that stand for CANN's. `python -m scripts.testbed.device.npu.build` makes both ahead of time. It
-must not import torch."""
+"""Fetches torch_npu's wheel into a folder of its own, and compiles the stand-ins for CANN.
+
+No other process finds the folder. `python -m scripts.testbed.device.npu.build` makes both ahead of
+time. It must not import torch.
+"""
 
 import os
 import re
@@ -43,10 +45,10 @@ _REPLACED = (
 
 
 def torch_npu_folder() -> Path:
-    """The folder with torch_npu of the installed torch, from its package on the registry; nothing
-    of it is part of this project.
+    """Return the folder with torch_npu for the installed torch, from its package on the registry.
 
-    Raises CompileError where it is not in the cache and the registry does not give it.
+    Nothing of it is part of this project. Raises CompileError if neither the cache nor the registry
+    has it.
     """
     wanted = os.environ.get("ASYNCHZP_TORCH_NPU") or version("torch").split("+")[0]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,9 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of torch_npu on the emulated NPU, made of aten's operations in fp32:
-npu_fusion_attention with its gradients, by the operator's documentation and strict about what that
-asks for, and what torch_npu's own autograd calls beside aten. Nothing here waits for the device: a
-value that the documentation forbids gives NaN."""
+"""Makes operators of torch_npu of aten's operations in fp32, for the emulated NPU.
+
+They are npu_fusion_attention with its gradients, strict about what the operator's documentation
+asks for, and the calls of torch_npu's own autograd. Nothing here waits for the device: a value that
+the documentation forbids gives NaN.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
