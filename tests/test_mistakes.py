@@ -329,7 +329,7 @@ def test_few_open_files_end_in_one_line_however_ranks_are_started(
     with pytest.raises(SystemExit) as ended:
         start(words.format(SCRIPT).split())
     assert ended.value.code == 2
-    assert "ulimit -n is 40 on this host: a rank takes 256" in capfd.readouterr().err
+    assert "ulimit -n is 40 on this host, but a rank takes 256" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--save-interval 5 --save", "--tensorboard-dir"])

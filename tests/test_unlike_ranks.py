@@ -78,7 +78,7 @@ def change(name: str, groups: list[dict[str, Any]]) -> float:
 CHANGED = {
     "a scheduler": "step 3: lr of the optimizer's group 0 is 0.01 on ranks 0, 1 and 0.009",
     "a decay": "step 3: weight_decay of the optimizer's group 1 is 0.1 on ranks 0, 1 and 0.3",
-    "a new setting": "step 3: what an optimizer is set to is 'nothing' on ranks 0, 1 and 'swa_lr",
+    "a new setting": "step 3: an optimizer's setting is 'nothing' on ranks 0, 1 and 'swa_lr",
     "betas": "step 3: betas of the optimizer's group 0 is [0.9, 0.999] on ranks 0, 1",
     "a clip": "step 4: max_norm of clip_grad_norm_ is 1.0 on ranks 0, 1 and 0.5 on rank 2",
     "nothing": "",

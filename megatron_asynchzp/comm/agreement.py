@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the comparison of settings: whether the ranks were started with the same, and which one is
-not. Ranks that differ would wait for each other, or train a mixture without a word.
+"""Checks that all ranks were started with the same settings, and names the ranks that differ.
+
+Ranks with different settings would wait for each other, or silently train a mixture.
 """
 
 import hashlib
@@ -17,15 +18,15 @@ import torch.distributed as dist
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
 
 Settings = Mapping[str, str]
-"""By name, each as text that is the same in every process."""
+"""Settings by name, as text that does not depend on the process."""
 
 PATH = "a path"
-"""Stands for any path: the folders of nodes have different names."""
+"""Stands for every path: folders have different names on different nodes."""
 _MISSING = "not given"
-_MOST_KINDS = 8  # sets of settings that are looked at, once something differs
+_MOST_KINDS = 8  # different sets of settings that are compared
 _MOST_CHARACTERS = 60  # of a value, in the message
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Variables that change numbers, or which collectives are launched in which order.
+# Variables that change numbers or the order of collectives.
 _VARIABLES = re.compile(
     r"(NVTE|ASYNCHZP|FLASH_ATTENTION)_\w+|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG"
     r"|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|NCCL_(ALGO|PROTO|NVLS_ENABLE"
@@ -35,13 +36,13 @@ _ONLY_REPORT = re.compile(r"NVTE_DEBUG\w*|ASYNCHZP_\w+_LOG")
 
 
 def text_of(value: Any) -> str:
-    """`value` for Settings; what names a file becomes PATH."""
+    """Return `value` as text for Settings; every path becomes PATH."""
     if isinstance(value, str):
         return PATH if "/" in value else value
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(text_of, cast('Sequence[Any]', value)))}]"
     if isinstance(value, torch.Tensor):
-        # Another device would hold the host until it has caught up.
+        # Values on another device would make the host wait for it.
         known = value.tolist() if value.device.type == "cpu" else tuple(value.shape)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return f"tensor {known}"
     if callable(value):
@@ -49,22 +50,22 @@ def text_of(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def settings_of_process() -> dict[str, str]:
-    """Versions and environment variables that change numbers or the order of collectives."""
-    found = {
+def process_settings() -> dict[str, str]:
+    """Return versions and environment variables that change numbers or the order of collectives."""
+    variables = {
         name: text_of(value)
         for name, value in sorted(os.environ.items())
         if _VARIABLES.fullmatch(name) and not _ONLY_REPORT.fullmatch(name)
     }
-    return {"the version of torch": str(torch.__version__), **found}
+    return {"the version of torch": str(torch.__version__), **variables}
 
 
 def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that a parameter group of an optimizer has beside its parameters."""
+    """Return the entries of an optimizer's parameter group except its parameters."""
     return {key: group[key] for key in group if key not in ("params", "param_names")}
 
 
-def settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def optimizer_settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the settings of an optimizer's parameter groups."""
     return {
         f"{key} of the optimizer's group {index}": text_of(value)
@@ -73,66 +74,67 @@ def settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def code_of(text: str) -> int:
-    """A hash that fits into 56 bits, the same in every process."""
+def hash_of_text(text: str) -> int:
+    """Return a hash of at most 56 bits that is the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
-def is_same_everywhere(code: int, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether all ranks of `group` have this code_of. Collective over `group`: reduces 16 bytes."""
-    extremes = torch.tensor([code, -code], device=device)
+def is_same_everywhere(hash_: int, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether all ranks of `group` pass the same hash. Collective: reduces 16 bytes."""
+    extremes = torch.tensor([hash_, -hash_], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
     return bool(extremes[0] == -extremes[1])
 
 
-def refuse_differences(
+def check_same_settings(
     settings: Settings,
     group: dist.ProcessGroup | None,
     device: torch.device,
     remedy: str,
     spelt: Callable[[str], str] = str,
 ) -> None:
-    """Raise ConfigurationError, with one message on every rank of `group`, where `settings` are not
-    the same on all. Collective over `group`: reduces 16 bytes, and looks for what differs only
-    where something does.
+    """Check that `settings` are the same on all ranks of `group`.
 
-    remedy: the end of the message. spelt: how a name is written in the message.
+    Collective over `group`: reduces 16 bytes, and exchanges settings only if they differ. The
+    message spells names by `spelt` and ends with `remedy`.
+
+    Raises:
+        ConfigurationError: with the same message on every rank.
     """
-    mine = code_of(repr(list(settings.items())))
+    mine = hash_of_text(repr(list(settings.items())))
     if is_same_everywhere(mine, group, device):
         return
     own = torch.tensor([mine], device=device)
     hashes = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(hashes, own, group=group)  # pyright: ignore[reportUnknownMemberType]
     ranks_of: dict[int, list[int]] = {}
-    for rank, found in enumerate(hashes):
-        ranks_of.setdefault(int(found[0]), []).append(rank)
+    for rank, hash_ in enumerate(hashes):
+        ranks_of.setdefault(int(hash_[0]), []).append(rank)
     kinds: list[tuple[list[int], Settings]] = []
     for ranks in list(ranks_of.values())[:_MOST_KINDS]:
-        told: list[Any] = [dict(settings)]
+        message: list[Any] = [dict(settings)]
         ranks = [dist.get_global_rank(group, rank) if group else rank for rank in ranks]
-        dist.broadcast_object_list(told, ranks[0], group=group)
-        kinds.append((ranks, told[0]))
+        dist.broadcast_object_list(message, ranks[0], group=group)
+        kinds.append((ranks, message[0]))
     raise ConfigurationError(f"{_describe(kinds, spelt)}; {remedy}")
 
 
 def _describe(kinds: list[tuple[list[int], Settings]], spelt: Callable[[str], str]) -> str:
-    """Say which setting has which value on which ranks, and which others differ. kinds: ranks, and
-    what they have."""
+    """Describe the first setting that differs, by ranks, and name further ones."""
     names = list(dict.fromkeys(name for _, settings in kinds for name in settings))
     differing = [name for name in names if len({settings.get(name) for _, settings in kinds}) > 1]
     if not differing:
         return "the settings of the ranks have another order"
-    first, *others = differing
+    first, *rest = differing
     ranks_of: dict[str, list[int]] = {}
     for ranks, settings in kinds:
         ranks_of.setdefault(settings.get(first, _MISSING), []).extend(ranks)
     start = _first_difference(list(ranks_of))
     parts = [f"{_cut(value, start)} on {name_ranks(sorted(r))}" for value, r in ranks_of.items()]
-    more = ", ".join(spelt(name) for name in others[:3])
-    more += f" and {len(others) - 3} more" if len(others) > 3 else ""
+    more = ", ".join(spelt(name) for name in rest[:3])
+    more += f" and {len(rest) - 3} more" if len(rest) > 3 else ""
     return f"{spelt(first)} is {' and '.join(parts)}" + (
-        f" ({more} {'differ' if len(others) > 1 else 'differs'} too)" if others else ""
+        f" ({more} {'differ' if len(rest) > 1 else 'differs'} too)" if rest else ""
     )
 
 
@@ -142,7 +144,7 @@ def _first_difference(values: list[str]) -> int:
 
 
 def _cut(value: str, start: int) -> str:
-    """The part of a long value that differs."""
+    """Return the part of a long value that differs."""
     begin = max(0, start - _MOST_CHARACTERS // 2) if len(value) > _MOST_CHARACTERS else 0
     part = value[begin : begin + _MOST_CHARACTERS]
     end = "..." if begin + _MOST_CHARACTERS < len(value) else ""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the memory of what is in flight: one allocation, of which users hold places in turn."""
+"""The memory in flight: one allocation in which users hold places in turn."""
 
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -10,31 +10,25 @@ import torch
 
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap, overlap
 
-# Half a second together: the other thread may not get a core at once. It is paid where a view is
-# really kept, once for a kind of unit.
+# Half a second together, because a busy machine may not run the backend's thread at once. Only a
+# view that is really kept costs it, once for each kind of unit.
 _VIEW_CHECK_PAUSES_S = [0.002 * 2**index for index in range(8)]
 
 
 class Place:
-    """A part of an arena that one user at a time holds.
-
-    extent: its addresses in the arena.
-    storage: 1-D tensor over it, with a torch storage of its own, so that tensors which view this
-        place can be counted.
-    is_outside: the memory is not the arena's.
-    ready: events that the next writer's stream must wait for.
-
-    Views of the storage are made once per user layout: making them costs more than using them.
-    """
+    """A part of an arena that one user at a time holds."""
 
     def __init__(self, extent: Extent, storage: torch.Tensor, is_outside: bool = False):
-        self.extent, self.storage, self.is_outside = extent, storage, is_outside
-        self.ready: Sequence[Any] = ()
+        self.extent = extent  # addresses in the arena
+        # 1-D, with a torch storage of its own, so that its views can be counted.
+        self.storage = storage
+        self.is_outside = is_outside  # whether the memory is not the arena's
+        self.ready: Sequence[Any] = ()  # events that the next writer's stream must wait for
         self._views: dict[str, list[torch.Tensor]] = {}
-        self.note_owners()
+        self.count_own_views()
 
-    def note_owners(self) -> None:
-        """Whoever views the storage now may keep its views."""
+    def count_own_views(self) -> None:
+        """Count the present views as the engine's own."""
         self._num_owners = self._count_owners()
 
     def _count_owners(self) -> int:
@@ -43,7 +37,7 @@ class Place:
     def views_for(
         self, layout: str, make: Callable[[torch.Tensor], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return what `make` makes of the storage for this layout: tensors that all view it."""
+        """Return the views that `make` returns for this layout; they are made only once."""
         views = self._views.get(layout)
         if views is None:
             views = self._views[layout] = make(self.storage)
@@ -51,9 +45,9 @@ class Place:
         return views
 
     def is_viewed(self, patiently: bool = True) -> bool:
-        """Whether a tensor that is not the engine's lies in this memory, which is to be reused now.
+        """Return whether a tensor outside the engine views this memory, which is to be reused.
 
-        patiently: ask again after a moment, in which a backend's thread may drop its handle.
+        With `patiently` it waits a moment, in which a backend's thread may drop its handle.
         """
         for pause_s in _VIEW_CHECK_PAUSES_S if patiently else ():
             if self._count_owners() <= self._num_owners:
@@ -63,18 +57,20 @@ class Place:
 
 
 class Arena(MemoryMap[Any]):
-    """One allocation in which users of any size and dtype hold places; who gets which is decided by
-    the memory map. The main thread alone calls.
+    """A memory map with memory: users of any size and dtype hold places in one allocation.
 
-    nbytes: how much. Sizes that are multiples of 128 bytes keep all places aligned to that.
-    device: where.
-    record_event: an event after all that was issued so far on the current stream.
+    Only the main thread calls. If all sizes are multiples of 128 bytes, all places are aligned so.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, record_event: Callable[[], Any]):
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        record_event: Callable[[], Any],  # after all work issued on the current stream
+    ):
         self._device, self._record_event = device, record_event
         self._memory: dict[Extent, torch.Tensor] = {}
-        self._known: dict[tuple[int, Hashable], Place] = {}
+        self._places: dict[tuple[int, Hashable], Place] = {}
         super().__init__(nbytes)
 
     # ---- places
@@ -87,34 +83,37 @@ class Arena(MemoryMap[Any]):
         dtype: torch.dtype,
         is_outside: bool = False,
     ) -> Place:
-        """The place of `numel` elements over `extent`, which the caller holds.
+        """Return the place of `numel` elements over `extent`, which the caller holds.
 
-        kind: equal for users of the same numel and dtype.
-        is_outside: with new memory, although the arena's is taken all the same.
+        Args:
+            extent: in this arena.
+            kind: equal for users of the same numel and dtype.
+            numel: elements of the place.
+            dtype: of the place.
+            is_outside: use new memory instead, while the arena's extent stays held.
         """
         if is_outside:
-            apart = torch.empty(numel, dtype=dtype, device=self._device)
-            place = Place(extent, apart, is_outside=True)
+            memory = torch.empty(numel, dtype=dtype, device=self._device)
+            place = Place(extent, memory, is_outside=True)
             place.ready = (self._record_event(),)
             return place
-        place = self._known.get((extent[0], kind))
+        place = self._places.get((extent[0], kind))
         if place is None:
-            place = self._known[extent[0], kind] = Place(extent, self._storage(extent, dtype))
+            # With dlpack, because views of a view would count for all places of the arena.
+            storage = torch.from_dlpack(self.bytes_at(extent).view(dtype))
+            place = self._places[extent[0], kind] = Place(extent, storage)
         place.ready = self.pop_last_users(extent)
         return place
 
-    def _storage(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
-        # Not a view: the tensors that view this place would count as views of all others.
-        return torch.from_dlpack(self.bytes_at(extent).view(dtype))
-
     def bytes_at(self, extent: Extent) -> torch.Tensor:
-        """The memory of `extent`: 1-D, uint8."""
+        """Return the memory of `extent`: 1-D, uint8."""
         region = next(region for region in self._memory if region[0] <= extent[0] < region[1])
         return self._memory[region][extent[0] - region[0] : extent[1] - region[0]]
 
     # ---- memory
 
     def grow(self, nbytes: int) -> Extent:
+        """Add `nbytes` of memory for good."""
         region = super().grow(nbytes)
         self._allocate(region)
         return region
@@ -122,31 +121,31 @@ class Arena(MemoryMap[Any]):
     def _allocate(self, region: Extent) -> None:
         nbytes = region[1] - region[0]
         self._memory[region] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # What used this memory before may still run on the current stream.
+        # The allocator's previous user of this memory may still run on the current stream.
         if (event := self._record_event()) is not None:
             self.note_last_user(region, event)
 
     def free(self) -> None:
-        """Give its memory back, until `allocate`. Nobody holds a place."""
+        """Free the memory until `allocate`; no place may be held."""
         if self.num_held:
-            raise RuntimeError("memory in use cannot be freed")
-        self._memory, self._known = {}, {}
+            raise RuntimeError(f"the arena cannot be freed while {self.num_held} places are held")
+        self._memory, self._places = {}, {}
 
     def allocate(self) -> None:
-        """Take new memory in place of what was freed."""
+        """Allocate memory again after `free`."""
         for region in self._regions:
             if region not in self._memory:
                 self._allocate(region)
 
     def abandon(self, place: Place) -> None:
-        """Leave the memory around `place` to the tensors that still view it, and take new one."""
+        """Leave the memory around `place` to the tensors that view it, and allocate new memory."""
         region = next(region for region in self._memory if overlap(region, place.extent))
-        self._known = {
-            key: known for key, known in self._known.items() if not overlap(known.extent, region)
+        self._places = {
+            key: held for key, held in self._places.items() if not overlap(held.extent, region)
         }
         self._allocate(region)
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """Memory that it has allocated, a tensor for each region."""
+        """Allocated memory, a tensor for each region."""
         return list(self._memory.values())

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the collectives of the engine on flat tensors, one mesh axis at a time (law 2)."""
+"""The engine's collectives on flat tensors, one mesh axis at a time (law 2)."""
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megatron_asynchzp.sharding.topology import MeshAxis
 
 
 def _collective(name: str, name_before: str) -> Callable[..., Any]:
-    """torch 2.13 renamed the flat collectives; 2.11 and 2.12 have only the old names."""
+    """Return a flat collective of torch: 2.13 renamed them."""
     return getattr(dist, name, None) or getattr(dist, name_before)
 
 
@@ -23,43 +23,38 @@ reduce_scatter_flat = _collective("reduce_scatter_single", "reduce_scatter_tenso
 
 
 class Unfinished(NamedTuple):
-    """Work that a task may leave for later.
+    """Work that a task may leave for later."""
 
-    work: the handle of its last collective, None where it has none.
-    then: an action that needs that one to be complete, on the device.
-    holds: memory that it uses until then.
-    """
-
-    work: Any = None
-    then: Callable[[], object] | None = None
-    holds: tuple[torch.Tensor, ...] = ()
+    work: Any = None  # the handle of the last collective
+    then: Callable[[], object] | None = None  # to be done, on the device, after `work`
+    holds: tuple[torch.Tensor, ...] = ()  # memory that is in use until then
 
 
 Steps = Generator[Any, None, Unfinished | None]
-"""Issues collectives. Yields the handle, a torch.distributed.Work, of each that must be complete
-before the next step; what is left at the end is returned, None where nothing is."""
+"""A generator that issues collectives. It yields the handle (torch.distributed.Work) of each that
+must be complete before the next step, and returns the work that is left."""
 
 
-def followed_by(left: Unfinished | None, action: Callable[[], object]) -> Unfinished:
-    """Return `left` with `action` after it."""
-    work, then, holds = left or Unfinished()
+def followed_by(rest: Unfinished | None, action: Callable[[], object]) -> Unfinished:
+    """Append `action` to the rest of a task."""
+    work, then, holds = rest or Unfinished()
     return Unfinished(work, action if then is None else lambda: (then(), action()), holds)
 
 
-def holding(left: Unfinished | None, *memory: torch.Tensor) -> Unfinished:
-    """Return `left` with `memory` added to what it holds."""
-    work, then, holds = left or Unfinished()
+def holding(rest: Unfinished | None, *memory: torch.Tensor) -> Unfinished:
+    """Add `memory` to the memory that the rest of a task holds."""
+    work, then, holds = rest or Unfinished()
     return Unfinished(work, then, (*holds, *memory))
 
 
 def completed(steps: Steps) -> Steps:
-    """`steps` that leave nothing for later."""
+    """Run `steps` and finish their rest."""
     yield from finished((yield from steps))
 
 
-def finished(left: Unfinished | None) -> Steps:
-    """Finish what is `left`, now."""
-    work, then, _ = left or Unfinished()
+def finished(rest: Unfinished | None) -> Steps:
+    """Finish the rest of a task now."""
+    work, then, _ = rest or Unfinished()
     if work is not None:
         yield work
     if then is not None:
@@ -68,29 +63,28 @@ def finished(left: Unfinished | None) -> Steps:
 
 @dataclass(frozen=True, eq=False)
 class AxisGroup:
-    """A mesh axis and the process group along it, for one kind of operation.
-
-    ranks: the global ranks of the group, in its order.
-    """
+    """A mesh axis and the process group along it, for one kind of operation."""
 
     axis: MeshAxis
     group: dist.ProcessGroup
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks, in the order of the group
 
 
 def ranks_along(axes: Sequence[AxisGroup]) -> tuple[int, ...]:
-    """Global ranks, sorted, that an operation over `axes` connects with this one."""
+    """Return the sorted global ranks that an operation over `axes` connects with this rank."""
     return tuple(sorted({rank for axis in axes for rank in axis.ranks}))
 
 
 def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
-    """Gather `shard` over `axes` (innermost first, as the topology lists them) into `full`.
+    """Gather `shard` over `axes` into `full`, the outermost axis first.
 
-    shard: 1-D, n elements.
-    full: 1-D, n x product of the axis sizes, same dtype. The outermost axis is gathered first: over
-        the slowest link travels the least, and every intermediate result is a contiguous part of
-        `full`, so no memory is needed beside it. `shard` may already lie at its place in `full`;
-        the first gather puts it there otherwise.
+    So the slowest link carries the fewest bytes, and every intermediate result is a contiguous
+    part of `full`, which needs no further memory.
+
+    Args:
+        shard: 1-D, n elements; may lie at its place in `full`.
+        full: 1-D, n x product of the axis sizes, same dtype.
+        axes: innermost first, as the topology lists them.
     """
     if not axes:
         if full.data_ptr() != shard.data_ptr():
@@ -108,11 +102,10 @@ def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[Axi
 def reduce_scatter_steps(
     full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
 ) -> Steps:
-    """Sum `full` over `axes`; the last of `shards` becomes this rank's shard of the sum.
+    """Sum `full` (1-D) over `axes` into this rank's shard, the innermost axis first.
 
-    full: 1-D.
-    shards: one 1-D tensor per axis, each smaller than the one before by the size of its axis. The
-        innermost axis is reduced first: the slowest link carries the least.
+    So the slowest link carries the fewest bytes. `shards` has a 1-D tensor for each axis, smaller
+    by the size of the axis than the one before; the last becomes this rank's shard of the sum.
     """
     last = None
     for axis_group, shard in zip(axes, shards, strict=True):
@@ -129,9 +122,9 @@ def all_to_all_steps(
     sent_splits: Sequence[int],
     axis: AxisGroup,
 ) -> Steps:
-    """Send the parts of `sent` (1-D) to the ranks along `axis`, and fill `received` with theirs.
+    """Send parts of `sent` (1-D) to the ranks along `axis`, and receive theirs.
 
-    splits: elements for or from each rank, in their order; any may be 0.
+    The splits are the elements for or from each rank, in order; any may be 0.
     """
     yield from ()
     return Unfinished(
@@ -147,14 +140,11 @@ def gather_for_steps(
     full: torch.Tensor | None,
     axes: Sequence[AxisGroup],
 ) -> Steps:
-    """As all_gather_steps, but only `receivers` (ranks of the sharding group) get all of it. `axes`
-    begin with the innermost one of the group.
+    """Gather `shard` like all_gather_steps, but only for `receivers`, ranks of the sharding group.
 
-    full: None on all other ranks. Must not contain `shard`.
-
-    Along each axis a rank gets what it needs itself, and what receivers with its coordinates along
-    the outer axes need of it; the latter into memory of its own. Where there is no such receiver it
-    gets nothing.
+    Along each axis a rank receives only what it, or receivers with its coordinates along the outer
+    axes, need; the latter into temporary memory. `full` is None on other ranks, and must not
+    contain `shard`; `axes` begin with the group's innermost axis.
     """
     last, part, numel = None, shard, shard.numel()
     for depth in reversed(range(len(axes))):
@@ -180,21 +170,20 @@ def gather_for_steps(
 
 
 def _own_part(full: torch.Tensor, inner: Sequence[AxisGroup]) -> torch.Tensor:
-    """Return the part of `full` of the ranks with this one's coordinates along the `inner` axes."""
-    for one in inner:
-        length = full.numel() // one.axis.size
-        full = full[one.axis.coordinate * length :][:length]
+    """Return the part of `full` at this rank's coordinates along the `inner` axes."""
+    for line in inner:
+        length = full.numel() // line.axis.size
+        full = full[line.axis.coordinate * length :][:length]
     return full
 
 
 def _bring_steps(
     takers: Sequence[int], part: torch.Tensor, whole: torch.Tensor, line: AxisGroup
 ) -> Steps:
-    """Bring the `part` of each rank along an axis into `whole` of those with the coordinates
-    `takers`; elsewhere `whole` is empty."""
+    """Send the `part` of each rank along an axis to `whole` of the coordinates `takers`."""
     ranks, last = range(line.axis.size), None
     if whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
-        part = part.clone()  # it lies within what it is written to
+        part = part.clone()  # it lies within its target
     for taker in takers:
         yield from finished(last)
         is_mine = taker == line.axis.coordinate
@@ -208,11 +197,9 @@ def _bring_steps(
 def new_shards(
     full: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Memory, fp32, for the results of reduce_scatter_steps, the last of which is this rank's
-    shard.
+    """Allocate the `shards` (fp32) of reduce_scatter_steps.
 
-    wire: where it is not fp32, a copy of `full` in it comes first, which
-    rounded_reduce_scatter_steps sends from.
+    If `wire` is not fp32, a copy of `full` in it comes first, for rounded_reduce_scatter_steps.
     """
     is_rounded = wire != torch.float32 and axes
     shards = [full.new_empty(full.numel(), dtype=wire)] if is_rounded else []
@@ -226,8 +213,7 @@ def new_shards(
 def split_for_reduction(
     memory: torch.Tensor, numel: int, axes: Sequence[AxisGroup], wire: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Parts of `memory` (1-D, fp32, of reduction_nbytes) for `numel` elements to reduce, and for
-    the results, as in new_shards."""
+    """Cut `memory` (1-D, fp32, reduction_nbytes) into `full` of `numel` elements and `shards`."""
     full, offset = memory[:numel], numel
     shards: list[torch.Tensor] = []
     if axes and wire != torch.float32:
@@ -241,7 +227,7 @@ def split_for_reduction(
 
 
 def run_steps(steps: Steps) -> None:
-    """Issue and await every collective of `steps`, one after the other."""
+    """Issue and await every collective of `steps`, in order."""
     for work in completed(steps):
         work.wait()
 
@@ -249,7 +235,7 @@ def run_steps(steps: Steps) -> None:
 def all_reduce_steps(
     shard: torch.Tensor, axes: Sequence[AxisGroup], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Steps:
-    """Combine `shard` in place over `axes`, by `op`."""
+    """Reduce `shard` in place over `axes`."""
     last = None
     for axis_group in axes:
         yield from finished(last)
@@ -257,20 +243,19 @@ def all_reduce_steps(
     return last
 
 
-# ---- gradients that travel in a shorter dtype than they are summed in
+# ---- gradients that are sent in a shorter dtype and summed in fp32
 
 
 def rounded_reduce_scatter_steps(
     full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
 ) -> Steps:
-    """As reduce_scatter_steps, but what travels is rounded to the dtype of the first of `shards`.
+    """Sum `full` like reduce_scatter_steps, but send it in the dtype of `shards[0]` (new_shards).
 
         rank 0   | a0 | a1 |          a0 b0 -> sum in fp32, in the order of the ranks
         rank 1   | b0 | b1 |    ->    a1 b1 -> sum in fp32
 
-    Along each axis every rank's contribution, its own included, is rounded once, and the sum is
-    not. shards: see new_shards. `full` (fp32, or that dtype) is overwritten: what arrives needs its
-    memory.
+    Along each axis every rank's contribution, also its own, is rounded once; the sum is not.
+    Received parts overwrite `full`, which is fp32 or of that dtype.
     """
     copy, results, last = shards[0], shards[1:], None
     for axis_group, result in zip(axes, results, strict=True):
@@ -288,10 +273,10 @@ def rounded_reduce_scatter_steps(
 def rounded_all_reduce_steps(
     shard: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype
 ) -> Steps:
-    """Sum `shard` (1-D, fp32 or `wire`) in place over `axes`; what travels is rounded to `wire`.
+    """Sum `shard` (1-D, fp32 or `wire`) in place over `axes`, sent in `wire`.
 
-    Every contribution is rounded once before the sum in fp32, and the sum once more, because it
-    travels too; so all ranks get the same bits.
+    Every contribution is rounded before the sum in fp32, and the sum is rounded before it is sent;
+    so all ranks get the same bits.
     """
     last = None
     for axis_group in axes:
@@ -314,11 +299,11 @@ _FEW_PIECES = 16
 
 
 def _sum_pieces(pieces: torch.Tensor, result: torch.Tensor, free: torch.Tensor) -> None:
-    """The sum of the rows of `pieces`, in their order and in fp32. free: is overwritten.
+    """Sum the rows of `pieces`, in their order and in fp32; `free` is overwritten.
 
-    An addition for each row is a launch for each rank of an axis. torch.sum adds in another order,
-    and cumsum in fp64 on a CPU; segment_reduce adds row by row, on a CPU and in one kernel of CUDA,
-    in the dtype that it reads: of as many columns at a time as `free` has room for in fp32.
+    An addition per row would be a launch per rank. torch.sum adds in another order, and cumsum in
+    fp64 on a CPU. segment_reduce adds row by row, in one kernel but in the dtype that it reads:
+    of as many columns at a time as fit into `free` in fp32.
     """
     size, room = len(pieces), free[: free.numel() // 2 * 2].view(torch.float32)
     width = room.numel() // size

@@ -1,21 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns when the collectives of a task run, on which stream, and how a failure of one reaches the
-main thread.
+"""Decides when a task's collectives run and on which stream, and reports failures.
 
 A task is a generator that issues one collective after another (collectives.py, Steps). All
-schedules run the same generators and differ only in which thread drives them:
+schedules run the same generators and differ only in the thread that drives them:
 
     inline        the caller, to the end, at once
     main-thread   the caller issues early, and completes where the results are needed
                   (main_thread_driver.py)
     threaded      background threads (thread_driver.py), on a CPU
 
-[Note: one total order] Two threads could launch collectives in an order that differs between
-ranks, which can deadlock on NCCL. So where there are streams only the thread that computes
-launches, whose program, Megatron's collectives included, is the same on every rank. A CPU has no
-streams: there each lane's thread is one. It runs the lane's tasks in the order of submission, and
-waits, as a stream would, for what they depend on.
+[Note: one total order] Two threads could launch collectives in an order that differs between ranks,
+which can deadlock on NCCL. So on a device with streams only the computing thread launches: its
+program, with Megatron's collectives, is the same on every rank. A CPU has no streams, so each lane
+has a thread, which runs the lane's tasks in the order of submission and waits, as a stream would,
+for their dependencies.
 """
 
 import threading
@@ -29,25 +28,27 @@ from megatron_asynchzp.comm.submitted import Submitted
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.failure.last_line import end_where_main_stays
+from megatron_asynchzp.failure.last_line import exit_if_main_thread_stuck
 from megatron_asynchzp.failure.other_collective import (
     calls_of_main_thread,
     collective_of_main_thread,
     is_main_thread_waiting,
 )
-from megatron_asynchzp.failure.roll_call import OTHERS_FIRST_S, RollCall
-from megatron_asynchzp.failure.saves import Saves
+from megatron_asynchzp.failure.roll_call import OWN_FAILURE_FIRST_S, RollCall
+from megatron_asynchzp.failure.saves import OpenSaves
 from megatron_asynchzp.failure.standstill import Progress
 from megatron_asynchzp.failure.watchdog import Watchdog
 
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
-"""Called with the first failure in the background thread that saw it, which has nothing else to
-do; the second argument waits for so many seconds and returns whether the driver was closed."""
+"""Handles the first failure, in the background thread that saw it. The second argument waits for a
+number of seconds and returns whether the driver was closed."""
 
 
-class FailingAs:
-    """A context: any error within is a failure of `task`. Every task passes here, and a generator
-    would cost three times as much."""
+class FailureContext:
+    """A context that reports every error as a failure of `task`.
+
+    Every task enters it, and a generator as context would cost three times as much.
+    """
 
     __slots__ = ("_driver", "_task")
 
@@ -63,47 +64,34 @@ class FailingAs:
 
 
 class Driver:
-    """Runs tasks. This one, `inline`, at once and on the calling thread.
-
-    timeline: where tasks and waits are recorded.
-    limit_s: seconds a collective may take.
-    on_failure: see OnFailure.
-
-    step: the latest that has begun.
-    submitted: the record of all tasks.
-    counts: tasks submitted so far, by lane; all ranks have the lanes in one order.
-    latest: of each lane the task that was submitted last.
-    last_task: of all lanes.
-    compared: the ranks that have to submit the same, each with whether that is all (it computes in
-        step), or only what crosses groups.
-    saves: checkpoints that this rank is saving, for messages.
-    roll_call: who is asked, when something failed, which ranks are missing; it is closed with the
-        driver.
-    """
+    """Runs tasks; this class is the `inline` schedule: at once, on the calling thread."""
 
     def __init__(
         self, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
     ):
-        self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
-        self.step = self.num_steps = 0
+        self.timeline, self.device = timeline, timeline.device
+        self.limit_s = limit_s  # for a collective
+        self.step = self.num_steps = 0  # the latest step that has begun
         self.submitted = Submitted()
+        # Submitted tasks by lane; all ranks have the lanes in one order.
         self.counts = Counter[str](dict.fromkeys(LANES, 0))
-        self.latest: dict[str, Task] = {}
-        self.last_task: Task | None = None
+        self.latest: dict[str, Task] = {}  # the last submitted task of each lane
+        self.last_task: Task | None = None  # of all lanes
         self._failure: Exception | None = None
         self._failing = threading.Lock()
         self._on_failure = on_failure
-        self.roll_call: RollCall | None = None
+        self.roll_call: RollCall | None = None  # finds the missing ranks after a failure
+        # Ranks that submit the same tasks: all of them (True, in step), or those across groups.
         self.compared: dict[int, bool] = {}
         self._num_seen, self._seen_s = 0, time.monotonic()
-        self._is_told = threading.Event()  # the main thread, of the failure
-        self.saves = Saves()
+        self._main_was_told = threading.Event()  # of the failure
+        self.saves = OpenSaves()  # for messages
         self._is_closed = threading.Event()
-        # On a device that runs ahead the host waits for no collective.
+        # If the device runs ahead, the host waits for no collective.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
 
     def begin_step(self, step: int) -> None:
-        """The step of this number begins for one of the model chunks that share this driver."""
+        """Begin a step for one of the model chunks that share this driver."""
         if step != self.step:
             self.step = step
             self.num_steps += 1
@@ -112,34 +100,32 @@ class Driver:
     # ---- failures
 
     def has_failed(self) -> bool:
-        """Whether a task failed."""
+        """Return whether a task failed."""
         return self._failure is not None
 
     def raise_failure(self) -> None:
         """Raise the first failure, if there was one."""
         if self._failure is not None:
             if threading.current_thread() is threading.main_thread():
-                self._is_told.set()
+                self._main_was_told.set()
             raise self._failure
 
     def call_roll(self) -> None:
-        """From now on ask other ranks where something fails or stands still. Every rank of the
-        world has to come here."""
+        """Ask other ranks after a failure or during a standstill. Collective over the world."""
         self.roll_call = RollCall.of_world(
             self.counts, self.fail_with_others, self.is_writing, self
         )
 
     def fail(self, failure: Exception, suspect: tuple[Any, ...] | None = None) -> bool:
-        """From now on every submit and every wait raises `failure`. False: one came before it.
+        """Make every submit and wait raise `failure`; return False if another was first.
 
-        suspect: see RollCall.find_missing, where a peer may be the cause: the ranks are called,
-            which takes seconds. Whoever fails meanwhile waits for it.
+        If a peer may be the cause, find_missing(*suspect) asks all ranks for some seconds.
         """
         with self._failing:
             if self._failure is not None:
                 return False
             if suspect is not None and self.roll_call is not None:
-                missing = self.roll_call.find_missing(*suspect)  # on any failure: others hear of it
+                missing = self.roll_call.find_missing(*suspect)  # also tells the others
                 if isinstance(failure, CollectiveFailure):
                     failure.add(missing)
             self._failure = failure
@@ -151,36 +137,38 @@ class Driver:
         self.raise_failure()
 
     def fail_task(self, task: Task, error: BaseException) -> bool:
-        """As `fail`, for an error of `task`."""
+        """Call `fail` for an error of `task`."""
         is_of_peer = isinstance(error, (RuntimeError, TimeoutError))
         suspect = (task.lane, task.number, ranks_along(task.axes))
         return self.fail(task.failure(error), suspect if is_of_peer else None)
 
     def fail_in_background(self, task: Task, error: BaseException) -> None:
-        """As `fail_task`, in a thread that has nothing else to do: the main thread raises the
-        failure where it waits, and may be stuck elsewhere."""
+        """Call `fail_task` in a background thread and report it; the main thread may be stuck."""
         self._report(self.fail_task(task, error))
 
     def fail_with_others(self, why: str = "") -> None:
-        """Another rank has failed, and calls: this one would wait for it, and ends too, a moment
-        later, because what it meets itself says more. In a thread of its own.
+        """Fail after another rank has called: this rank would wait for it for ever.
 
-        why: where it has said so, it has asked already.
+        A failure of this rank's own says more, so it may come first. This runs in its own thread. A
+        caller that gives the reason `why` has asked all ranks.
         """
-        if self._is_closed.wait(OTHERS_FIRST_S):
+        if self._is_closed.wait(OWN_FAILURE_FIRST_S):
             return
-        error, where = RuntimeError(why or "another rank has failed"), collective_of_main_thread()
-        title = self.saves.title(where) if where or self.is_writing() else None
-        if where is None and title is None and self.last_task is not None:
+        error = RuntimeError(why or "another rank has failed")
+        collective = collective_of_main_thread()
+        title = self.saves.title(collective) if collective or self.is_writing() else None
+        if collective is None and title is None and self.last_task is not None:
             title = (self._unfinished_task() or self.last_task).title
-        title = title or f"{where or 'what comes'} in step {self.step}"
+        title = title or f"{collective or 'what comes'} in step {self.step}"
         self._report(self.fail(CollectiveFailure.of(title, error), None if why else ()))
 
     # ---- [Note: apart], for the thread of the roll call
 
-    def standing_s(self) -> float:
-        """Seconds since which nothing was submitted while something is not finished; 0 where
-        nothing is. The first call begins to count."""
+    def stalled_s(self) -> float:
+        """Return the seconds since the last submit; 0 if all tasks have finished.
+
+        The first call begins to count.
+        """
         self.device.bind_thread()
         number, now = self.counts.total(), time.monotonic()
         if number != self._num_seen or self._unfinished_task() is None:
@@ -195,19 +183,19 @@ class Driver:
         return None
 
     def progress(self, is_closed: bool = False) -> Progress:
-        """How far this rank is. is_closed: it submits nothing more."""
+        """Return how far this rank is; once closed, it submits nothing more."""
         tasks, crossing = map(list, self.submitted.recent)
-        where = None if is_closed else collective_of_main_thread()
+        collective = None if is_closed else collective_of_main_thread()
         task = self._unfinished_task() or self.last_task
         came = f"came last to the {task.title}" if task is not None else "has not called the model"
         doing = f"has closed, and {came}" if is_closed else came
-        if where is not None:
-            doing = f"is in {where.rstrip(',')}"
+        if collective is not None:
+            doing = f"is in {collective.rstrip(',')}"
         calls = {} if is_closed else calls_of_main_thread()
         return Progress(tasks, crossing, calls, is_closed, doing)
 
     def is_writing(self) -> bool:
-        """Whether the main thread saves and is in no collective: others may wait for its files."""
+        """Return whether the main thread saves outside a collective; others may await its files."""
         return self.saves.current is not None and not is_main_thread_waiting()
 
     def _report(self, is_first: bool) -> None:
@@ -217,7 +205,7 @@ class Driver:
         if self._on_failure is not None:
             self._on_failure(failure, self._is_closed.wait)
         elif self.roll_call is not None:
-            end_where_main_stays(failure, self._is_told.wait)
+            exit_if_main_thread_stuck(failure, self._main_was_told.wait)
 
     def _fail_as_late(self, task: Task) -> None:
         self.fail_in_background(task, TimeoutError(f"not finished after {self.limit_s:g} s"))
@@ -225,14 +213,17 @@ class Driver:
     # ---- tasks
 
     def await_event(self, event: Any) -> None:
-        """Hold the host until `event`, at most as long as a collective may take."""
+        """Hold the host until `event`, at most for the time limit of a collective."""
         self.device.synchronize(event, self.limit_s, self.has_failed)
         self.raise_failure()
 
     def submit(self, task: Task) -> Task:
-        """Run `task`, now or later. Raises the failure of this task, or of one before it."""
+        """Run `task`, now or later; raise its failure, or that of an earlier task."""
         if self._failure is not None or self._is_closed.is_set():
-            self._refuse(task)
+            self.raise_failure()
+            raise RuntimeError(
+                f"{task.title}: submitted after close(). Use the model before its close()."
+            )
         task.driver, task.step = self, self.step
         self.last_task = self.latest[task.lane] = task
         self.submitted.add(task.name)
@@ -241,21 +232,14 @@ class Driver:
         self._start(task)
         return task
 
-    def _refuse(self, task: Task) -> None:
-        self.raise_failure()
-        raise RuntimeError(
-            f"{task.title}: submitted after the communication was closed; use the "
-            "model before its close()"
-        )
-
     def _start(self, task: Task) -> None:
         start = self.timeline.mark()
-        with FailingAs(self, task):
+        with FailureContext(self, task):
             self.run(task)
         self.timeline.note(WAIT, task.name, start)
 
     def run(self, task: Task) -> None:
-        """Issue and complete all of `task`; on a device, in the current stream."""
+        """Issue and complete `task`; on a device, in the current stream."""
         with profiler_range(task.name):
             task.issue()
             task.finish()
@@ -263,13 +247,13 @@ class Driver:
             self._watchdog.watch(task.lane, task.has_ended, task)
 
     def complete(self, task: Task) -> None:
-        """Return when `task` is usable. Raises the first failure."""
+        """Return when `task` is usable; raise the first failure."""
         self.raise_failure()
 
     def close(self) -> None:
-        """Leave nothing running; after a failure, which is raised again, without waiting."""
+        """End everything; after a failure, raise it again without waiting."""
         self._is_closed.set()
-        self._is_told.set()
+        self._main_was_told.set()
         self._watchdog.close()
         if self.roll_call is not None:
             self.roll_call.close()

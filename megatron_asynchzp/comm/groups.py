@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the process groups of one sharding topology, one per axis and kind of operation."""
+"""The process groups of one sharding topology, one per axis and kind of operation."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,8 @@ _TORCH_NAMES = "_hash_ranks_to_str"  # names a group whose ranks alone create it
 class ShardGroups:
     """The axes of a topology with their communicators, innermost axis first.
 
-    Gathering and reducing have communicators of their own, because operations of one
-    communicator are serialised.
-
-    ranks: the global rank of each rank of the sharding group, in its order.
-    grad_dtype: in which gradients travel; they are summed in fp32.
-    main_grad_dtype: in which main_grad keeps the sums of micro-batches: fp32, or grad_dtype.
+    Gathers and reductions have separate communicators, because a communicator serialises its
+    operations.
     """
 
     topology: ShardTopology
@@ -40,30 +36,30 @@ class ShardGroups:
     grad_sync: tuple[AxisGroup, ...]
     replica_sync: tuple[AxisGroup, ...]
     param_sync: tuple[AxisGroup, ...]
-    ranks: tuple[int, ...]
-    grad_dtype: torch.dtype = torch.float32
-    main_grad_dtype: torch.dtype = torch.float32
+    ranks: tuple[int, ...]  # global ranks of the sharding group, in its order
+    grad_dtype: torch.dtype = torch.float32  # on the wire; sums are fp32
+    main_grad_dtype: torch.dtype = torch.float32  # of the sums of micro-batches
 
     @property
     def all_reduce_axes(self) -> tuple[AxisGroup, ...]:
-        """All axes, with the communicators for reducing: together they span the sharding group."""
+        """All axes, with the communicators for reductions; they span the sharding group."""
         return (*self.grad_reduce, *self.grad_sync, *self.replica_sync)
 
     @property
     def optim_gather_axes(self) -> tuple[AxisGroup, ...]:
-        """The axes between one part of the optimizer state and the whole, for gathering."""
+        """The axes from an optimizer shard to the whole, for gathers."""
         return (*self.unshard, *self.param_sync)
 
     @property
     def num_axes_in_step(self) -> int:
-        """How many of all_reduce_axes connect ranks that gather or reduce together, and so have
-        equally many micro-batches."""
+        """The number of all_reduce_axes whose ranks communicate in each micro-batch."""
         sizes = self.topology.sizes
         return len(self.reduce_axes_within(max(sizes.param, sizes.grad)))
 
     def reduce_axes_within(self, size: int) -> list[AxisGroup]:
-        """Return the axes of all_reduce_axes that lie within a group of `size` ranks."""
-        return [one for one in self.all_reduce_axes if one.axis.stride * one.axis.size <= size]
+        """Return the all_reduce_axes that lie within a group of `size` ranks."""
+        ends = [(line, line.axis.stride * line.axis.size) for line in self.all_reduce_axes]
+        return [line for line, end in ends if end <= size]
 
     @property
     def all_groups(self) -> set[dist.ProcessGroup]:
@@ -72,11 +68,10 @@ class ShardGroups:
         return {axis.group for axis in axes}
 
     def connect(self, device: torch.device) -> None:
-        """Use every communicator once for each of its operations. Collective over the sharding
-        group.
+        """Run each operation of every communicator once. Collective over the sharding group.
 
         NCCL makes a communicator in its first collective, and connects and takes memory in the
-        first of a kind and of a size: now, rather than in the middle of the first step.
+        first of each kind and size: now, not in the middle of the first step.
         """
         gathers = dict.fromkeys(axis.group for axis in self.optim_gather_axes)
         reductions = dict.fromkeys(axis.group for axis in self.all_reduce_axes)
@@ -99,13 +94,13 @@ class ShardGroups:
         grad_dtype: torch.dtype = torch.float32,
         new_options: Callable[[], Any] = lambda: None,
     ) -> "ShardGroups":
-        """Create this rank's groups. Collective over the ranks of `sharding_group`, and of nobody
-        else: its members are arithmetic, and each rank creates its own in the order of the axes, so
-        that creation cannot deadlock.
+        """Create this rank's groups. Collective over `sharding_group` alone.
 
-        new_options: makes what torch takes as `pg_options`, once for each group.
+        Each rank computes the members and creates its groups in the order of the axes, so creation
+        cannot deadlock. `new_options` returns torch's `pg_options` of a group.
 
-        Raises ConfigurationError for a torch that names groups in another way.
+        Raises:
+            ConfigurationError: if this torch names groups in an unknown way.
         """
         global_ranks = dist.get_process_group_ranks(sharding_group)
         number = _created.get(sharding_group, 0)
@@ -137,10 +132,7 @@ class ShardGroups:
         group_of: Callable[[str, tuple[int, ...]], dist.ProcessGroup],
         grad_dtype: torch.dtype = torch.float32,
     ) -> "ShardGroups":
-        """global_ranks: see `create`.
-        group_of: the communicator over the global ranks of an axis, for the purpose "gather" or
-            "reduce".
-        """
+        """Assemble groups from `group_of("gather" or "reduce", global ranks of an axis)`."""
 
         def along(purpose: str, axes: Sequence[MeshAxis]) -> tuple[AxisGroup, ...]:
             all_ranks = [tuple(global_ranks[member] for member in axis.members) for axis in axes]
@@ -164,20 +156,21 @@ class ShardGroups:
 def _of_real_size(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros for all ranks of a group together, and for one of them: so many that NCCL takes
-    none of its protocols for short messages. 1-D, fp32."""
+    """Return 1-D fp32 zeros for a group and for one rank, too long for NCCL's short protocols."""
     numel = _REAL_NBYTES // 4 // group.size()
     whole = torch.zeros(numel * group.size(), device=device)
     return whole, torch.zeros(numel, device=device)
 
 
-# How many times groups were made of each sharding group; the same number on all its ranks.
+# How often groups were created of each sharding group; the same number on all its ranks.
 _created: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
 
 def _splits(group: dist.ProcessGroup) -> bool:
-    """Whether communicators are made by splitting that of `group`. Where the default group is bound
-    to a device, torch's new_group splits the default group's, for which the whole world must come.
+    """Return whether to split the communicator of `group`.
+
+    If the default group is bound to a device, torch's new_group would split the default group's
+    communicator, which is collective over the whole world.
     """
     default: Any = dist.group.WORLD
     device = default.bound_device_id
@@ -186,24 +179,24 @@ def _splits(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def _named(name: str) -> Generator[None]:
-    """Let torch call the next group `name`, which all its ranks must give.
+    """Make torch name the next group `name`, the same on all its ranks.
 
-    The name that torch makes for a group whose ranks alone create it depends on how many groups a
-    rank has, which differs between ranks, and comes back after a group was destroyed: ranks would
-    wait for each other under different keys of the store, or find the keys of the former group.
+    torch's own name for a group that only its ranks create depends on the number of groups of a
+    rank, which differs between ranks, and it is reused after a group was destroyed. Ranks would
+    wait for each other under different keys of the store, or read the keys of the former group.
     """
-    asked, torch_names = [name], getattr(dist.distributed_c10d, _TORCH_NAMES, None)
+    names, torch_names = [name], getattr(dist.distributed_c10d, _TORCH_NAMES, None)
 
     def name_of(ranks: list[int]) -> str:
-        return asked.pop()
+        return names.pop()
 
     setattr(dist.distributed_c10d, _TORCH_NAMES, name_of)
     try:
         yield
     finally:
         setattr(dist.distributed_c10d, _TORCH_NAMES, torch_names)
-    if asked:
+    if names:
         raise ConfigurationError(
-            f"torch {torch.__version__} names process groups in a way that is not known; use a "
-            f"version that was tested: {', '.join(TORCH)}"
+            f"torch {torch.__version__} names process groups in an unknown way. Install a tested "
+            f"version: {', '.join(TORCH)}."
         )

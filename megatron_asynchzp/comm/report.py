@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the communication of some steps cost, in numbers for a log."""
+"""Summarises the cost of communication in some steps, for a log."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,27 +9,25 @@ from megatron_asynchzp.comm.driver import Driver
 
 
 class CommReport(NamedTuple):
-    """Communication of some steps: milliseconds per step that computation waited for it, and in %
-    the part that it did not wait for, of the steps that were timed, None where none was; gathers of
-    parameters and reductions of gradients per step, of all steps and units."""
+    """The communication of some steps."""
 
-    exposed_ms: float | None
-    overlap_percent: float | None
-    gathers_per_step: float
-    reductions_per_step: float
+    exposed_ms: float | None  # per timed step, that computation waited; None without timed steps
+    overlap_percent: float | None  # the part that computation did not wait for
+    gathers_per_step: float  # of parameters, over all steps and units
+    reductions_per_step: float  # of gradients, over all steps and units
 
 
 class CommReports:
-    """The reports of one driver, each of the steps since the one before."""
+    """Makes the reports of one driver."""
 
     def __init__(self, driver: Driver):
         self._driver = driver
         self._reported_steps, self._reported = 0, Counter[str]()
 
-    def take(self) -> CommReport:
-        """Called when a step is over."""
+    def next_report(self) -> CommReport:
+        """Return the report of the steps since the last call; the current step must be over."""
         driver = self._driver
-        times = driver.timeline.take_times()
+        times = driver.timeline.pop_times()
         steps = max(1, driver.num_steps - self._reported_steps)
         counts = driver.counts - self._reported
         self._reported_steps, self._reported = driver.num_steps, driver.counts.copy()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the driver that a choice of a schedule stands for."""
+"""Starts the driver of a schedule."""
 
 from megatron_asynchzp.comm.driver import Driver, OnFailure
 from megatron_asynchzp.comm.main_thread_driver import MainThreadDriver
@@ -14,10 +14,10 @@ from megatron_asynchzp.schedule import AUTO, NOT_ON_STREAMS, ScheduleConfig
 def start_driver(
     config: ScheduleConfig, device: Device, on_failure: OnFailure | None = None
 ) -> Driver:
-    """A driver of the kind that `config` asks for on `device`, with a timeline of its own.
+    """Start the driver that `config` asks for on `device`.
 
-    on_failure: for background threads.
-    Raises ConfigurationError for threads on a device with streams.
+    Raises:
+        ConfigurationError: for threads on a device with streams.
     """
     kind = config.kind
     if kind == AUTO:

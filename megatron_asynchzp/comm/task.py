@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one task: collectives that run once, in their order, and what waits for their results."""
+"""A task: collectives that run once, in order, and the waits for their results."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from megatron_asynchzp.errors import name_ranks
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 
 
-class Runs(Protocol):
-    """The driver that runs a task, as far as the task has to know it."""
+class TaskDriver(Protocol):
+    """The part of a driver that a task uses."""
 
     device: Device
     timeline: Timeline
@@ -31,47 +31,36 @@ def _no_steps() -> Steps:
 class Task:
     """Collectives that a driver runs once, and their results.
 
-    [Note: memory of a task] Once its collectives are issued a task forgets its closure, while a
-    device may not have begun with them. The caching allocator gives memory back to the stream that
-    allocated it as soon as nobody owns it. So what `start` uses is allocated within the generator,
-    on the stream of the lane, or lies in memory that somebody else owns until `wait`.
-
-    lane: one of LANES.
-    unit: a name.
-    axes: which the collectives go over.
-    start: makes the generator.
-    ready: events that must have happened before (None: has happened).
-    after: tasks whose results it reads (None: there is none).
-    name: lane and unit, for traces and records.
-
-    The driver sets the rest. step: which step it belongs to; number: of its lane's tasks, from 1;
-    is_usable: the results exist or, on a stream, are on their way; event: after which they can be
-    read, from then on, where something comes after its last collective; signal: set with is_usable,
-    for other threads.
+    [Note: memory of a task] A task forgets its closure once its collectives are issued, perhaps
+    before a device begins them. The caching allocator then returns unowned memory to the stream
+    that allocated it. So `start` uses memory that its generator allocates, on the stream of the
+    lane, or memory that other code owns until `wait`.
     """
 
-    driver: Runs
+    # Set by the driver:
+    driver: TaskDriver
     step = 0
-    number = 0
-    is_usable = False
-    signal: threading.Event | None = None
-    event: Any = None
+    number = 0  # among the tasks of its lane, from 1
+    is_usable = False  # whether the results exist or, on a stream, are on their way
+    signal: threading.Event | None = None  # set together with is_usable, for other threads
+    event: Any = None  # recorded after the results, if the task ends with more than a collective
     _steps: Steps | None = None
-    _work: Any = None  # that must be complete before the next step
+    _work: Any = None  # must be complete before the next step of the generator
     _last: Unfinished | None = None
-    _end: Any = None  # the handle of its last collective, until somebody has waited for that
+    _end: Any = None  # the handle of the last collective, until `order_stream` waits for it
     _start_mark: Any = None
 
     def __init__(
         self,
-        lane: str,
+        lane: str,  # one of LANES
         unit: str,
-        axes: Sequence[AxisGroup],
+        axes: Sequence[AxisGroup],  # of the collectives
         start: Callable[[], Steps],
-        ready: Sequence[Any] = (),
-        after: "Sequence[Task | None]" = (),
+        ready: Sequence[Any] = (),  # events to wait for; None for a past event
+        after: "Sequence[Task | None]" = (),  # tasks whose results it reads
     ):
-        self.lane, self.unit, self.axes, self.name = lane, unit, axes, f"{lane} {unit}"
+        self.lane, self.unit, self.axes = lane, unit, axes
+        self.name = f"{lane} {unit}"  # for traces and records
         self.start = start
         self.ready = ready
         self.after = [task for task in after if task is not None]
@@ -80,11 +69,11 @@ class Task:
     def title(self) -> str:
         """Operation, unit, ranks and step, for messages."""
         ranks = ranks_along(self.axes)
-        where = f"over {name_ranks(ranks)}" if ranks else "on this rank"
-        return f"{LANES[self.lane]} of {self.unit} {where} in step {self.step}"
+        place = f"over {name_ranks(ranks)}" if ranks else "on this rank"
+        return f"{LANES[self.lane]} of {self.unit} {place} in step {self.step}"
 
     def failure(self, error: BaseException) -> CollectiveFailure:
-        """`error` as the one line that names this task."""
+        """Return `error` as a failure in one line that names this task."""
         if isinstance(error, CollectiveFailure):
             return error
         return CollectiveFailure.of(self.title, error)
@@ -92,7 +81,7 @@ class Task:
     # ---- for the driver, in the thread that runs the task
 
     def issue(self) -> None:
-        """Issue the first collective, after what it depends on."""
+        """Issue the first collective, after its dependencies."""
         device = self.driver.device
         for event in self.ready:
             device.wait_event(event)
@@ -103,7 +92,7 @@ class Task:
         self._step()
 
     def _step(self) -> None:
-        """Go on to the next collective that something waits for, or to the end."""
+        """Run the generator to the next handle it waits for, or to its end."""
         assert self._steps is not None  # it was issued
         try:
             self._work = next(self._steps)
@@ -113,20 +102,20 @@ class Task:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether its last collective was issued and not completed."""
+        """Whether the last collective was issued and not completed."""
         return self._last is not None and self._last.work is not None
 
     def issue_rest(self) -> None:
-        """Issue all collectives; what needs the last one is put off."""
+        """Issue all collectives; work that needs the last one is put off."""
         while self._last is None:
             self._complete(self._work)
             self._step()
 
     def finish(self, keeps_handle: bool = False) -> None:
-        """Complete what was issued, and issue and complete the rest.
+        """Issue and complete everything.
 
-        keeps_handle: whoever needs the results waits for the last collective itself, where nothing
-        comes after that; an event of the lane would come after what the lane has got since then.
+        With `keeps_handle` a reader waits for the last collective itself, if nothing follows it: an
+        event of the lane would come after the lane's later tasks.
         """
         self.issue_rest()
         work, then, holds = self._last or Unfinished()
@@ -140,24 +129,24 @@ class Task:
                 then()
             self.event = self.driver.device.record_event()
             self.driver.timeline.note(self.lane, self.unit, self._start_mark)
-        # A task is held for as long as it is watched: longer than what it has read is needed.
+        # The watchdog holds the task for longer than its inputs are needed.
         self.start, self.ready, self.after = _no_steps, (), []
         self._last = Unfinished()
         self.let_go()
 
     def order_stream(self) -> None:
-        """Let what comes next in the current stream come after this task, which is usable."""
+        """Order the current stream after this task, which is usable."""
         if self._end is None:
             self.driver.device.wait_event(self.event)
             return
         self._complete(self._end)
-        # Not held any longer: a handle owns a part of the memory that it has filled.
+        # Drop the handle, which owns a part of the memory that it has filled.
         self.event = self.driver.device.record_event()
         self._end = None
 
     def has_ended(self) -> bool:
-        """Whether all that was issued on a device has ended. For any thread."""
-        # In the order in which the thread that computes replaces one by the other.
+        """Return whether all work issued on a device has ended. For any thread."""
+        # In the order in which the computing thread replaces `_last` by `_end` and `event`.
         work = self._last.work if self._last is not None else None
         if (work := work or self._end) is not None:
             return work.is_completed()
@@ -167,7 +156,7 @@ class Task:
         self.driver.device.wait_work(work, self.driver.limit_s, self.driver.has_failed)
 
     def let_go(self) -> None:
-        """Nobody has to wait for this task any longer."""
+        """Mark the task as usable and end every wait for it."""
         self.is_usable = True
         if self.signal is not None:
             self.signal.set()
@@ -175,16 +164,13 @@ class Task:
     # ---- for callers that need the results
 
     def await_usable(self) -> None:
-        """Hold this thread until the task is usable.
-
-        Raises the first failure of the driver, whichever task it was.
-        """
+        """Hold this thread until the task is usable; raise the driver's first failure."""
         self.driver.complete(self)
 
     def wait(self) -> None:
-        """Let the current stream read the results; the time it waits counts as exposed.
+        """Let the current stream read the results; the waiting time counts as exposed.
 
-        For the thread that computes.
+        For the computing thread.
         """
         device, timeline = self.driver.device, self.driver.timeline
         if self.is_usable and not device.runs_ahead:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the background threads that run tasks: the threaded schedule of a CPU."""
+"""The schedule of a CPU in which background threads run tasks."""
 
 import queue
 import threading
@@ -13,20 +13,17 @@ from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES, Timeline
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 
-# After a failure: for all threads together. One may be held by a driver that never returns.
+# After a failure, for all threads together: a backend's call may never return.
 _ABANDON_S = 5.0
-# How much longer than the limit the main thread waits, whose message is less exact than a lane's.
+# The main thread waits longer than the limit, because a lane's message is more exact.
 _MARGIN_S = 1.0
 
 
 class ThreadDriver(Driver):
-    """Runs tasks beside the main thread: one thread a lane.
+    """The schedule `threaded`: a background thread for each lane.
 
-        main      submit ... compute ... wait
-        a lane        issue, complete | issue, complete
-
-    delay: seconds to sleep before each action, for tests.
-    on_failure: see OnFailure.
+    main      submit ... compute ... wait
+    a lane        issue, complete | issue, complete
     """
 
     def __init__(
@@ -34,7 +31,7 @@ class ThreadDriver(Driver):
         timeline: Timeline,
         limit_s: float = 600.0,
         on_failure: OnFailure | None = None,
-        delay: Callable[[], float] | None = None,
+        delay: Callable[[], float] | None = None,  # seconds to sleep before a task, for tests
     ):
         super().__init__(timeline, limit_s, on_failure)
         self._delay = delay
@@ -62,17 +59,18 @@ class ThreadDriver(Driver):
         self._queues[task.lane].put(task)
 
     def complete(self, task: Task) -> None:
+        """Wait for `task`; raise the first failure."""
         self.raise_failure()
         signal = task.signal
-        # The lane has a limit too. This one is for a thread that never came back from issuing.
+        # The lane has a limit, too; this limit is for a thread that never returns from issuing.
         if signal is not None and not signal.wait(self.limit_s + _MARGIN_S):
             late = TimeoutError(f"not issued and finished after {self.limit_s:g} s")
             self.fail_task(task, late)
         self.raise_failure()
 
     def fail(self, failure: Exception, suspect: tuple[Any, ...] | None = None) -> bool:
-        """Every unfinished task ends with the first failure: no thread waits for it any longer."""
-        # It may take seconds, in which the main thread can go on.
+        """End every unfinished task with the first failure, so that no thread waits for it."""
+        # This may take seconds, during which the main thread can continue.
         is_first = super().fail(failure, suspect)
         with self._lock:
             unfinished, self._unfinished = list(self._unfinished), {}
@@ -81,8 +79,7 @@ class ThreadDriver(Driver):
         return is_first
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads; after a failure, which is raised again,
-        only end them."""
+        """Finish all tasks and end the threads; after a failure only end them, and raise it."""
         self._is_closed.set()
         try:
             with self._lock:
@@ -91,7 +88,6 @@ class ThreadDriver(Driver):
                 task.await_usable()
         except CollectiveFailure:
             pass
-        # After a failure a thread may be held by a backend that never returns.
         deadline = time.monotonic() + (_ABANDON_S if self.has_failed() else self.limit_s)
         for tasks in self._queues.values():
             tasks.put(None)
@@ -107,13 +103,10 @@ class ThreadDriver(Driver):
                 time.sleep(self._delay())
             try:
                 if not self.has_failed():
-                    self._run_beside(task)
-            except BaseException as error:  # the main thread raises it where it waits
+                    for source in task.after:
+                        source.await_usable()
+                    self.run(task)
+                    with self._lock:
+                        self._unfinished.pop(task, None)
+            except BaseException as error:  # the main thread raises it when it waits
                 self.fail_in_background(task, error)
-
-    def _run_beside(self, task: Task) -> None:
-        for other in task.after:
-            other.await_usable()
-        self.run(task)
-        with self._lock:
-            self._unfinished.pop(task, None)

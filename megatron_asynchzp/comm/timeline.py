@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what happened when: spans of computation, of collectives and of waiting, on one clock, and
-the trace files made of them.
-"""
+"""Records spans of computation, of collectives and of waiting on one clock; writes traces."""
 
 import json
 import time
@@ -24,16 +22,16 @@ LANES = {
     "matrices": "exchange of the matrices",
     "order": "comparison of the order of collectives",
 }
-"""Kinds of operation, each with its name in messages. A lane has a stream, and completes its tasks
-one after the other."""
+"""Kinds of operation and their names in messages. A lane has a stream and completes its tasks in
+order."""
 
 COMPUTE, WAIT, BETWEEN, CAPTURE = "compute", "wait", "between", "capture"
-"""Lanes of the main thread: what it computed, what it waited for, the time from the end of a step's
-computation to the begin of the next step, and how long a capture lasted."""
+"""Lanes of the main thread: computation, waits, the time from the end of a step's computation to
+the begin of the next step, and the duration of a capture."""
 
 
 class Span(NamedTuple):
-    """Something that ran from one mark of the device to another."""
+    """The time between two marks of the device."""
 
     lane: str
     name: str
@@ -45,20 +43,19 @@ _NOT_RECORDED = nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Show what happens within by `name` in a trace of torch.profiler that records this thread."""
-    # Each task passes here: this takes a fifteenth of record_function where nothing is recorded.
+    """Name a range in a trace of torch.profiler, if it records this thread."""
+    # Without a profiler this takes a fifteenth of the time of record_function, for each task.
     is_recorded = torch.autograd._profiler_enabled()  # pyright: ignore
     return torch.profiler.record_function(f"asynchzp: {name}") if is_recorded else _NOT_RECORDED
 
 
 @dataclass(frozen=True)
 class CommTimes:
-    """Seconds of communication in some steps. busy: during which at least one collective was on its
-    way; exposed: for which computation had to wait; steps: how many were timed."""
+    """The time of communication in some steps."""
 
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
-    steps: int = 0
+    busy_s: float = 0.0  # during which at least one collective was on its way
+    exposed_s: float = 0.0  # for which computation waited
+    steps: int = 0  # timed steps
 
     def __add__(self, other: "CommTimes") -> "CommTimes":
         return CommTimes(
@@ -67,21 +64,19 @@ class CommTimes:
 
     @property
     def overlap(self) -> float | None:
-        """The part of the communication that computation did not wait for, in [0, 1]; None where
-        there was none."""
+        """The part of communication that computation did not wait for, 0 to 1; None without any."""
         return max(0.0, 1.0 - self.exposed_s / self.busy_s) if self.busy_s else None
 
 
 class Timeline:
-    """Records spans. Any thread may add (list.append is atomic), the rest is for the main one.
+    """Records spans. Any thread may call `add` (list.append is atomic), the main thread the rest.
 
-    every: on a device that runs ahead, where a mark is an event in a stream, one step in so many is
-    timed; a CPU's marks cost nothing, and all its steps are. An evaluation is not, nor what is
-    waited for between two steps.
+    Only training steps are timed: all on a CPU, one in `every` on a device that runs ahead, where a
+    mark is an event in a stream.
 
-    On a device a step is timed from the end of the computation of the one before, whose updated
-    parameters travel from there on: a host that waits for the device there, or a collective that
-    waits for its turn, hides them from every wait.
+    On a device a step is timed from the end of the last step's computation, after which the updated
+    parameters are sent. A host that waits for the device there, or a collective that waits for its
+    turn, would hide them from every later wait.
     """
 
     def __init__(self, device: Device, every: int = 1):
@@ -89,7 +84,7 @@ class Timeline:
         self._every = every if device.runs_ahead else 1
         self._is_timing, self._is_in_step = False, False
         self._step = 0
-        self._computed: Any = None  # where the computation of the step before ended
+        self._computed: Any = None  # mark at the end of the last step's computation
         self._spans: list[Span] = []
         self._folding: list[list[Span]] = []
         self._captured: list[Span] | None = None
@@ -98,24 +93,24 @@ class Timeline:
         self._times = CommTimes()
 
     def mark(self) -> Any:
-        """Now, on the current stream, as the start of a span; None where nothing is recorded."""
+        """Return a mark of now on the current stream; None if nothing is recorded."""
         return self.device.mark() if self._is_timing else None
 
     def note(self, lane: str, name: str, start: Any) -> None:
-        """Record that something ran from the mark `start` until now; nothing where it is None."""
+        """Record a span from `start` until now, unless `start` is None."""
         if start is not None:
             self.add(lane, name, start, self.device.mark())
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
-        """Record that something ran from the mark `start` to the mark `end`."""
+        """Record a span between two marks."""
         span = Span(lane, name, start, end)
-        if self._is_in_step or lane != WAIT:  # what a checkpoint waits for belongs to no step
+        if self._is_in_step or lane != WAIT:  # waits of a checkpoint belong to no step
             self._spans.append(span)
         if (captured := self._captured) is not None:
             captured.append(span)
 
     def begin_step(self, step: int) -> None:
-        """`step` begins, and the one before is over, if it was not."""
+        """Begin `step` and end the step before it."""
         is_over = not self._is_in_step
         self._end_step()
         self._is_in_step, self._step = True, step
@@ -125,7 +120,7 @@ class Timeline:
         self._computed = None
 
     def end_computation(self) -> None:
-        """All that the step computes was issued: what travels from here on, the next one reads."""
+        """Mark that all computation of the step was issued: later traffic is for the next step."""
         if self.device.runs_ahead and self._is_in_step:
             self._end_step()
             self._is_timing = self._is_timed(self._step + 1)
@@ -135,48 +130,47 @@ class Timeline:
         return step % self._every == 0 or self.is_capturing
 
     def _end_step(self) -> None:
-        """The spans of timed steps that are over become times and are forgotten.
-
-        Where the device runs ahead nothing is waited for: what it has not done yet is left.
-        """
+        """Fold the spans of timed steps that the device has finished into times."""
         if self._is_in_step:
             if self._spans and self._is_timed(self._step):
                 self._folding.append(self._spans)
-            self._spans = []  # with what a timed step has begun that ends after it
+            self._spans = []  # also those that end after their step
             self._is_in_step = False
         while self._folding and all(self.device.has_passed(s.end) for s in self._folding[0]):
             spans = self.in_seconds(self._folding.pop(0))
             self._times += replace(measure_comm(spans), steps=1)
 
     def pause(self) -> None:
-        """Nothing is timed until the next step begins."""
+        """Time nothing until the next step begins."""
         self._is_timing = self.is_capturing
         self._computed = None
 
-    def take_times(self) -> CommTimes:
-        """Return the times of what is over since the last call. The step is over, too."""
+    def pop_times(self) -> CommTimes:
+        """Return and forget the times since the last call; the current step must be over."""
         self._end_step()
         if self.device.runs_ahead and self._computed is None:
-            # On a CPU what the step has submitted may begin later.
+            # On a CPU tasks of the step may begin later, and still count.
             self.pause()
         times, self._times = self._times, CommTimes()
         return times
 
     @property
     def is_capturing(self) -> bool:
-        """Whether every span is wanted, computation included."""
+        """Whether every span is kept, also of computation."""
         return self._captured is not None
 
     def start_capture(self) -> None:
-        """From now on keep every span."""
+        """Keep every span from now on."""
         self._captured, self._capture_start = [], self.device.mark()
         self._capture_began_s = time.time()
         self._is_timing = True
 
     @property
     def capture_began_s(self) -> float:
-        """When the latest capture began, in seconds of the host's clock since the epoch: what the
-        traces of several ranks have in common, as far as their clocks agree."""
+        """The begin of the latest capture, in seconds since the epoch by the host's clock.
+
+        It aligns the traces of several ranks, as far as their clocks agree.
+        """
         return self._capture_began_s
 
     def stop_capture(self) -> list[Span]:
@@ -188,7 +182,7 @@ class Timeline:
         return self.in_seconds([whole, *captured])
 
     def in_seconds(self, spans: Sequence[Span]) -> list[Span]:
-        """The same spans with start and end in seconds after the earliest start."""
+        """Return the spans in seconds after the earliest start."""
         if not spans:
             return []
         between, origin = self.device.seconds_between, spans[0].start
@@ -201,7 +195,7 @@ class Timeline:
 
 
 def union_s(spans: Iterable[Span]) -> float:
-    """Seconds that at least one of `spans` (in seconds) covers."""
+    """Return the seconds that at least one of `spans` (in seconds) covers."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted((span.start, span.end) for span in spans):
         covered += max(0.0, end - max(start, reached))
@@ -210,29 +204,31 @@ def union_s(spans: Iterable[Span]) -> float:
 
 
 def measure_comm(spans: Sequence[Span]) -> CommTimes:
-    """How long collectives were on their way and how long computation waited; in seconds. Between
-    two steps it has waited while something was on its way."""
+    """Return the busy and exposed time of `spans` in seconds.
+
+    Between two steps computation waits whenever a collective is on its way.
+    """
     busy = [span for span in spans if span.lane in LANES]
     between = [span for span in spans if span.lane == BETWEEN]
     waits = [span for span in spans if span.lane == WAIT]
     busy_s = union_s(busy)
-    idle_s = union_s(between) + busy_s - union_s([*between, *busy])  # what they share
+    idle_s = union_s(between) + busy_s - union_s([*between, *busy])  # their intersection
     return CommTimes(busy_s, exposed_s=union_s(waits) + idle_s)
 
 
 def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict[str, Any]:
-    """Spans (in seconds) as a trace for chrome://tracing and Perfetto: one track per lane.
+    """Return spans (in seconds) as a trace for chrome://tracing and Perfetto, a track per lane.
 
-    began_s: the time of day at which the span of CAPTURE begins, see Timeline.capture_began_s.
+    `began_s` is Timeline.capture_began_s.
     """
     tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, BETWEEN, *LANES))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     ]
     for lane, track in tracks.items():
-        where = {"ph": "M", "pid": rank, "tid": track}
-        events.append({**where, "name": "thread_name", "args": {"name": lane}})
-        events.append({**where, "name": "thread_sort_index", "args": {"sort_index": track}})
+        head = {"ph": "M", "pid": rank, "tid": track}
+        events.append({**head, "name": "thread_name", "args": {"name": lane}})
+        events.append({**head, "name": "thread_sort_index", "args": {"sort_index": track}})
     for span in spans:
         events.append(
             {
@@ -245,13 +241,13 @@ def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict
                 "dur": 1e6 * (span.end - span.start),
             }
         )
-    other = {"rank": rank, "began_s": began_s}
-    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
+    origin = {"rank": rank, "began_s": began_s}
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": origin}
 
 
 @contextmanager
 def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[None]:
-    """Write what happens inside as a trace to `path`, also where it fails."""
+    """Write a trace of the block to `path`, also after an error."""
     timeline.start_capture()
     try:
         yield
@@ -260,6 +256,6 @@ def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[N
 
 
 def stop_trace(timeline: Timeline, path: Path, rank: int) -> None:
-    """End the capture of `timeline` and write it. Raises OSError."""
+    """End the capture of `timeline` and write it to `path`."""
     spans = timeline.stop_capture()
     path.write_text(json.dumps(chrome_trace(spans, rank, timeline.capture_began_s)))

@@ -1,21 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the one line that a failed collective ends a run with."""
+"""The one line that a failed collective ends a run with."""
 
-# torch appends the C++ frames to some of its messages, behind these words.
+# torch appends C++ frames to some of its messages, after these words.
 _CPP_TRACE = "Exception raised from"
 
-# How gloo and NCCL say that the process at the other end is gone.
+# Words of gloo and NCCL for a peer whose process has ended.
 _PEER_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
 class CollectiveFailure(RuntimeError):
-    """A collective failed or took too long; the message names operation, unit, ranks and step, and,
-    where a driver has somebody to ask, which ranks are missing."""
+    """Raised if a collective fails or is late; the message names the missing ranks, too."""
 
     @classmethod
     def of(cls, title: str, error: BaseException) -> "CollectiveFailure":
-        """Report `error` in one line about what has this title."""
+        """Report `error` in one line about the operation `title`."""
         reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
         if any(words in reason for words in _PEER_ENDED):
             reason = f"a peer has ended ({reason})"
@@ -26,5 +25,5 @@ class CollectiveFailure(RuntimeError):
         return failure
 
     def add(self, words: str) -> None:
-        """Add words to the message."""
+        """Append words to the message."""
         self.args = (f"{self}; {words}",)

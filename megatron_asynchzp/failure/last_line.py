@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The last line of a rank that ends before its time, and that end."""
+"""The last line of a rank that ends early, and the end of its process."""
 
 import logging
 import multiprocessing
@@ -13,22 +13,22 @@ import torch.distributed as dist
 
 from megatron_asynchzp.failure.other_collective import (
     collective_of_main_thread,
-    where_main_thread_stands,
+    main_thread_position,
 )
 
-# The last two are a shell's statuses for SIGINT and SIGTERM.
+# The last two are a shell's exit statuses for SIGINT and SIGTERM.
 EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
-# The main thread, which sees a failure at once, prints first: it may have been interrupted, and a
-# background thread takes a peer that ended for the same reason for a failure.
+# The main thread prints first: it may have been interrupted, and a background thread takes a peer
+# that ended for the same reason for a failure.
 _MAIN_PRINTS_S = 1.0
-# How long after that it may take to end the process itself. It can be stuck in a collective of
-# Megatron's own, whose peer has ended for the same reason.
+# Then the main thread may end the process. It can be stuck in a collective of Megatron, whose peer
+# has ended for the same reason.
 _GRACE_S = 3.0
 
 
 class LastLine:
-    """The one line of this rank on stderr, from the first thread that has a reason to print it."""
+    """The one line of this rank on stderr, from the first thread that prints it."""
 
     def __init__(self):
         self._unprinted = [True]  # list.pop is atomic
@@ -46,7 +46,7 @@ class LastLine:
         sys.stderr.flush()
 
     def watch_main(self, failure: Exception, wait: Callable[[float], bool]) -> None:
-        """Print a line and end the process, where the main thread does neither; see OnFailure."""
+        """Print a line and end the process unless the main thread does; see OnFailure."""
         if wait(_MAIN_PRINTS_S):
             return
         self.print(str(failure))
@@ -54,25 +54,28 @@ class LastLine:
             end_process(EXIT_FAILURE)
 
 
-def end_where_main_stays(failure: Exception, wait: Callable[[float], bool]) -> None:
-    """Print `failure` and end the process where no exception of ours reaches the main thread, as it
-    stays in a collective of the script or waits for a device. wait: as in OnFailure; here also
-    whether the main thread has raised the failure."""
-    before = where_main_thread_stands()
+def exit_if_main_thread_stuck(failure: Exception, wait: Callable[[float], bool]) -> None:
+    """Print `failure` and end the process if the main thread is stuck and cannot raise it.
+
+    `wait` is that of OnFailure and also returns True when the main thread has raised it.
+    """
+    before = main_thread_position()
     if before is None:
         return
-    is_known = collective_of_main_thread() is not None  # elsewhere it may be about to go on
-    if not is_known and (wait(_MAIN_PRINTS_S) or where_main_thread_stands() != before):
+    is_in_collective = collective_of_main_thread() is not None  # if not, it may soon go on
+    if not is_in_collective and (wait(_MAIN_PRINTS_S) or main_thread_position() != before):
         return
     LastLine().print(str(failure))
-    if not wait(_GRACE_S) and where_main_thread_stands() == before:
+    if not wait(_GRACE_S) and main_thread_position() == before:
         end_process(EXIT_FAILURE)
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process now. Python's own end would wait, in the destructors of process groups, for
-    peers that are gone. Children go too, as they do at Python's own end: a process that Megatron
-    starts to write checkpoints would otherwise live on and keep the job's output open."""
+    """End this process and its children now.
+
+    Python's own end would wait, in the destructors of process groups, for peers that are gone, and
+    a child that writes checkpoints would keep the job's output open.
+    """
     for child in multiprocessing.active_children():
         child.kill()
     logging.shutdown()

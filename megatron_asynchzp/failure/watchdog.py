@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the time limit of what is on its way in the streams of a device."""
+"""The time limit of work in the streams of a device."""
 
 import threading
 import time
@@ -10,47 +10,42 @@ from collections.abc import Callable
 
 from megatron_asynchzp.device import Device
 
-# How often the thread looks, in parts of the limit and in seconds at most. Each query of an event
-# holds up every other thread, and an event that is never queried stays alive.
+# The thread's pause between looks, as a part of the limit and at most in seconds. A query of an
+# event holds up every other thread, and an event that is never queried stays alive.
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
 
 
 class Watchdog[Item]:
-    """A thread that looks now and then whether the oldest item of each lane has ended.
+    """A thread that checks from time to time whether the oldest item of each lane has ended.
 
-    device: of which the items are.
-    limit_s: how long an item may take.
-    on_late: called in the thread, once, with the first item that takes longer.
-    is_closed: ends the thread.
-
-    Items of a lane end in the order in which they came, so a binary search with a handful of
-    queries finds the first that has not ended. The thread starts with the first item.
+    Items of a lane end in order, so a binary search with few queries finds the first that has not
+    ended. The thread starts with the first item.
     """
 
     def __init__(
         self,
         device: Device,
-        limit_s: float,
-        on_late: Callable[[Item], None],
-        is_closed: threading.Event,
+        limit_s: float,  # for an item
+        on_late: Callable[[Item], None],  # called once, in the thread, with the first late item
+        is_closed: threading.Event,  # ends the thread
     ):
         self._device, self._limit_s = device, limit_s
         self._on_late, self._is_closed = on_late, is_closed
-        # Each: whether it has ended, when it is late (time.monotonic), and the item.
+        # (has_ended, deadline by time.monotonic, item) in order.
         self._lanes: dict[str, deque[tuple[Callable[[], bool], float, Item]]] = {}
         self._thread: threading.Thread | None = None
 
     def watch(self, lane: str, has_ended: Callable[[], bool], item: Item) -> None:
-        """Limit `item` to `limit_s` seconds from now on, until it has ended."""
+        """Give `item` `limit_s` seconds from now to end."""
         if lane not in self._lanes:
-            self._lanes = {**self._lanes, lane: deque()}  # the thread may be going through it
+            self._lanes = {**self._lanes, lane: deque()}  # a copy: the thread may iterate over it
         self._lanes[lane].append((has_ended, time.monotonic() + self._limit_s, item))
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="asynchzp-limit", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for the thread, which `is_closed` has ended."""
+        """Join the thread, which `is_closed` ends."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LONGEST_PAUSE_S)
 
@@ -65,7 +60,7 @@ class Watchdog[Item]:
                     return
 
     def _forget_ended(self, lane: deque[tuple[Callable[[], bool], float, Item]]) -> Item | None:
-        """Drop what has ended; returns the oldest that is left, if it is late."""
+        """Drop the items that have ended; return the oldest other item, if it is late."""
 
         def is_on_its_way(place: int) -> bool:
             return not lane[place][0]()

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.agreement import (
-    code_of,
+    check_same_settings,
+    hash_of_text,
     is_same_everywhere,
-    refuse_differences,
-    settings_of_groups,
-    settings_of_process,
+    optimizer_settings,
+    process_settings,
     text_of,
 )
 from megatron_asynchzp.errors import ConfigurationError
@@ -219,7 +219,7 @@ def refuse_other_arguments(
     found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
     is_meta = any(param.is_meta for param in model.parameters())
     found["the model's device"] = "meta" if is_meta else device.type
-    refuse_differences(found | settings_of_process(), group, device, _ALIKE)
+    check_same_settings(found | process_settings(), group, device, _ALIKE)
 
 
 def refuse_other_optimizers(
@@ -230,11 +230,11 @@ def refuse_other_optimizers(
 ) -> None:
     """As refuse_other_arguments, for the optimizer that was made. names: of its parameters."""
     found = {"optimizer": type(optimizer).__qualname__}
-    found |= settings_of_groups(optimizer.param_groups)
+    found |= optimizer_settings(optimizer.param_groups)
     for index, settings in enumerate(optimizer.param_groups):
         for param in settings["params"]:
             found[f"the optimizer's group of {names.get(param, 'nothing')}"] = str(index)
-    refuse_differences(found, group, device, _ALIKE)
+    check_same_settings(found, group, device, _ALIKE)
 
 
 def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
@@ -271,7 +271,7 @@ def refuse_different_models(
         for name, param in model.named_parameters()
     }
     lines |= {name: describe(buffer) for name, buffer in model.named_buffers()}
-    mine = code_of(repr(list(lines.items())))
+    mine = hash_of_text(repr(list(lines.items())))
     if is_same_everywhere(mine, group, next(model.parameters()).device):
         return
     all_lines: list[dict[str, Description]] = [{}] * dist.get_world_size(group)

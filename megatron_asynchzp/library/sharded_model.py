@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_asynchzp.at_rest.host_states import HostStates, move_to_host
 from megatron_asynchzp.at_rest.sleep import Sleeper
 from megatron_asynchzp.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
-from megatron_asynchzp.comm.agreement import settings_of_groups, text_of
+from megatron_asynchzp.comm.agreement import optimizer_settings, text_of
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.errors import ConfigurationError
@@ -195,7 +195,7 @@ class ShardedModel:
         refuse_other_optimizers(self.optimizer, names, group, self._device)
         runtime.settings_of_update = lambda: (
             {"max_norm of clip_grad_norm_": owner()._clipped_to}
-            | settings_of_groups(owner().optimizer.param_groups)
+            | optimizer_settings(owner().optimizer.param_groups)
         )
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
@@ -609,7 +609,7 @@ class ShardedModel:
 
     def take_report(self) -> CommReport:
         """The communication of the steps since the last call; what Megatron's log line has."""
-        return self._reports.take()
+        return self._reports.next_report()
 
     @contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:

@@ -105,7 +105,7 @@ class Communication:
 
     def take_report(self) -> CommReport:
         """Return what the steps since the last call cost. Called when a step is over."""
-        return self._reports.take()
+        return self._reports.next_report()
 
     def nbytes_in_flight(self) -> int:
         """Count the memory for parameters and gradients in flight, which is allocated once."""
@@ -156,7 +156,7 @@ class Communication:
         """The line for SIGTERM. torchrun sends it where another rank has failed: one that has heard
         of that is about to end by itself, and knows more."""
         roll_call, deadline = self.driver.roll_call, time.monotonic() + _SAYS_MORE_S
-        while roll_call is not None and roll_call.is_heard and time.monotonic() < deadline:
+        while roll_call is not None and roll_call.has_been_called and time.monotonic() < deadline:
             try:
                 self.driver.raise_failure()
             except Exception as failure:

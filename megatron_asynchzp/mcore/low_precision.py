@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_asynchzp.comm.codes import WeightGrid
+from megatron_asynchzp.comm.low_precision_gather import WeightGrid
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.activations import FP4_COPIES_NBYTES, FP8_COPIES_NBYTES
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -127,4 +127,4 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
             for name, param in zip(unit.param_names, unit.params, strict=True)
             if param in weights
         ]
-        unit.send_in_codes(names, grid, is_computing)
+        unit.gather_in_fp8(names, grid, is_computing)

@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.at_rest.host_states import HostStates
 from megatron_asynchzp.at_rest.sleep import Sleeper
-from megatron_asynchzp.comm.agreement import settings_of_groups
+from megatron_asynchzp.comm.agreement import optimizer_settings
 from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
@@ -98,7 +98,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
             chunk.runtime.early_sends.early_update = self._early
-            chunk.runtime.settings_of_update = lambda: settings_of_groups(self.param_groups)
+            chunk.runtime.settings_of_update = lambda: optimizer_settings(self.param_groups)
             chunk.communication.moments_of = self._moments_of
         chunks = [chunk.checkpoint for chunk in self.model_chunks]
         self._checkpoint = OptimizerCheckpoint(

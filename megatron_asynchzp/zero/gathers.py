@@ -263,7 +263,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             for unit in self.seats:
                 unit.reshard()
             for place in places:
-                place.note_owners()
+                place.count_own_views()
                 self.arena.note_last_user(place.extent, self._device.record_event())
 
     # ---- shards

@@ -331,7 +331,7 @@ class StepScheduler:
             return set(mine)
         own = torch.tensor([unit in mine for unit in self.units], dtype=torch.int32)
         flags = own.to(self.units[0].device)
-        self._order_check.take_largest(flags)
+        self._order_check.reduce_max(flags)
         found = cast("list[int]", flags.tolist())  # pyright: ignore[reportUnknownMemberType]
         return {unit for unit, flag in zip(self.units, found, strict=True) if flag}
 
@@ -343,7 +343,7 @@ class StepScheduler:
 
     def _check_order(self) -> None:
         if not self._checks_order:
-            self.driver.submitted.take()
+            self.driver.submitted.drain()
             return
         self._order_check.start(self.settings_of_update())
         # On a device the host would have to wait. Then the next comparison raises, or `settle`,

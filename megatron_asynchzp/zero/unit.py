@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.comm.codes import CodedGather, WeightGrid
 from megatron_asynchzp.comm.collectives import (
     AxisGroup,
     Steps,
@@ -27,6 +26,7 @@ from megatron_asynchzp.comm.collectives import (
     rounded_reduce_scatter_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.low_precision_gather import Fp8Gather, WeightGrid
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.sharding.buffer import FlatBuffer
@@ -84,7 +84,7 @@ class HZPUnit:
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
     marks: what changed since when.
-    coded: how the parameters travel to layers that compute in FP8, see `send_in_codes`.
+    fp8_gather: how the parameters travel to layers that compute in FP8, see `gather_in_fp8`.
     sent_record: of what was sent of it.
     is_on_host: whether its optimizer states are on the host between two updates (HostStates), and
         is_cast, whether the parameter shard holds what the last one made of main_param.
@@ -122,7 +122,7 @@ class HZPUnit:
         self.size_key += f" of {groups.topology.world_size}"
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.overwrites_main_grads: bool | None = None
-        self.coded: CodedGather | None = None
+        self.fp8_gather: Fp8Gather | None = None
         self._full_param: torch.Tensor | None = None
         self.guard = ParamGuard(self.params)
         self._allocate_and_shard(shard)
@@ -214,27 +214,27 @@ class HZPUnit:
 
     def gather_for_layers_steps(self, full: torch.Tensor) -> Steps:
         """gather_steps, by which layers that compute in FP8 get what they would make of it."""
-        if self.coded is None:
+        if self.fp8_gather is None:
             return self.gather_steps(full)
         shard = self.model_param
         place = shard.range.start // shard.range.numel
-        return self.coded.steps(shard.storage, place, full, self.groups.unshard)
+        return self.fp8_gather.steps(shard.storage, place, full, self.groups.unshard)
 
-    def send_in_codes(
+    def gather_in_fp8(
         self, names: Collection[str], grid: WeightGrid, is_computing: Callable[[], bool]
     ) -> None:
         """From here on let the parameters `names`, which layers read in FP8 on `grid` alone, travel
-        to them as codes, where less travels then. is_computing: see CodedGather."""
+        to them as codes, where less travels then. is_computing: see Fp8Gather."""
         if self.dtype != torch.bfloat16 or self.is_always_unsharded:
             return
         numbers = [index for index, name in enumerate(self.param_names) if name in names]
         shards = self.groups.topology.sizes.param
-        coded = CodedGather(self.layout, shards, numbers, grid, is_computing)
-        self.coded = coded if coded.is_shorter else None
+        gather = Fp8Gather(self.layout, shards, numbers, grid, is_computing)
+        self.fp8_gather = gather if gather.is_shorter else None
 
     def refuse_other_grid(self) -> None:
         """Raise ConfigurationError where layers are called that would read codes as weights."""
-        if self.coded is not None and not self.coded.is_computing():
+        if self.fp8_gather is not None and not self.fp8_gather.is_computing():
             raise ConfigurationError(
                 f"{self.name} is called outside FP8, and its weights were gathered in FP8; drop "
                 "--fp8-param-gather"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
 from megatron_asynchzp.failure import descriptors, roll_call
 from megatron_asynchzp.failure.roll_call import RollCall
+from megatron_asynchzp.failure.roll_call_result import RollCallResult
 from megatron_asynchzp.failure.standstill import Progress
-from megatron_asynchzp.failure.verdict import Verdict
 
 WORLD_SIZE = 4
 SOON_S = 20.0
@@ -29,7 +29,7 @@ def short_times(monkeypatch):
     monkeypatch.setattr(roll_call, "_POLL_S", 0.02)
     monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", 0.4)
     monkeypatch.setattr(roll_call, "_STORE_S", 0.2)
-    monkeypatch.setattr(roll_call, "_VERDICT_S", 0.4)
+    monkeypatch.setattr(roll_call, "_RESULT_S", 0.4)
 
 
 class World:
@@ -251,10 +251,10 @@ def test_the_times_of_a_roll_call_grow_with_what_the_store_has_to_take_in():
 
 def test_another_one_reads_the_answers_where_the_first_reader_has_ended():
     world = World(*range(WORLD_SIZE))
-    world.store.add(f"{roll_call._VERDICT}1/readers", 1)
+    world.store.add(f"{roll_call._RESULT}1/readers", 1)
     assert world.ranks[2].find_missing() == "every rank answers"
     assert world.ranks[3].find_missing() == "failed before: rank 2"
-    assert world.store.check([f"{roll_call._VERDICT}1"])
+    assert world.store.check([f"{roll_call._RESULT}1"])
     world.close()
 
 
@@ -272,8 +272,10 @@ def test_a_verdict_in_a_text_says_what_the_answers_say(seed):
         if rank not in silent
     ]
     chance.shuffle(answers)
-    text = Verdict.of_answers("".join(answers) + "".join(f"{r} failed;" for r in failed), world)
-    heard = Verdict.of_text(text.to_text())
+    text = RollCallResult.of_answers(
+        "".join(answers) + "".join(f"{r} failed;" for r in failed), world
+    )
+    heard = RollCallResult.of_text(text.to_text())
     assert len(text.to_text()) < 4000 and heard.num_silent == len(silent)
     assert heard.failed == failed and heard.writing == writing
     assert set(heard.silent) <= silent and heard.silent == sorted(silent)[: len(heard.silent)]
@@ -291,9 +293,9 @@ def test_a_verdict_on_thousands_of_ranks_that_each_stand_elsewhere_is_short_and_
     places = list(range(world))
     chance.shuffle(places)  # of each rank: how many tasks it has submitted
     answers = "".join(f"{rank} here 0 {place} 7;" for rank, place in enumerate(places))
-    text = Verdict.of_answers(answers, world).to_text()
+    text = RollCallResult.of_answers(answers, world).to_text()
     assert len(text) < 4000  # whatever the counts are: each of these ranks reads it
-    behind = Verdict.of_text(text).behind
+    behind = RollCallResult.of_text(text).behind
     assert len(behind) >= 50
     assert behind == [([places.index(place)], [place, 7]) for place in range(len(behind))]
 
@@ -363,10 +365,12 @@ def test_a_low_limit_of_descriptors_is_refused_with_the_one_that_is_needed(
 ):
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (limit, limit))
     if not needed:
-        descriptors.refuse_few_descriptors(rank, world)
+        descriptors.check_descriptors(rank, world)
         return
-    with pytest.raises(ConfigurationError, match=f"is {limit} .*; start with ulimit -n {needed} "):
-        descriptors.refuse_few_descriptors(rank, world)
+    with pytest.raises(
+        ConfigurationError, match=rf"is {limit} .*\. Start with ulimit -n {needed} "
+    ):
+        descriptors.check_descriptors(rank, world)
 
 
 def test_ranks_have_short_names():

@@ -95,7 +95,7 @@ def test_the_exposed_time_of_a_step_is_what_it_waited_for_between_its_begin_and_
         timeline.begin_step(step)
         began = device.ticks
         wait(waits_within)
-        times, lasted_s = timeline.take_times(), TICK_S * (device.ticks - began)
+        times, lasted_s = timeline.pop_times(), TICK_S * (device.ticks - began)
         assert times.exposed_s == TICK_S * waits_within <= lasted_s
         assert times.steps == (waits_within > 0)
 
@@ -118,7 +118,7 @@ def test_a_device_that_runs_ahead_is_timed_in_one_step_of_so_many_and_never_in_e
     for step in range(1, 31):
         timeline.begin_step(step)
         timeline.note("gather", "u", timeline.mark())
-        if timeline.take_times().steps:
+        if timeline.pop_times().steps:
             timed.append(step)
         assert timeline.mark() is None  # until the next step begins
     # Those whose log line is printed.
@@ -135,7 +135,7 @@ def test_what_a_timed_step_begins_and_a_later_one_ends_is_no_step_of_its_own():
         timeline.note("gather", "u", timeline.mark())
         begun = timeline.mark()
         timeline.end_computation()
-    assert timeline.take_times().steps == 3
+    assert timeline.pop_times().steps == 3
 
 
 def test_times_are_folded_when_the_device_has_caught_up_and_not_waited_for():
@@ -144,9 +144,9 @@ def test_times_are_folded_when_the_device_has_caught_up_and_not_waited_for():
     for step in range(1, 6):
         timeline.begin_step(step)
         timeline.note("gather", "u", timeline.mark())
-        assert timeline.take_times().steps == 0
+        assert timeline.pop_times().steps == 0
     device.has_caught_up = True
-    assert timeline.take_times().steps == 5
+    assert timeline.pop_times().steps == 5
 
 
 def test_an_evaluation_is_not_timed():
@@ -178,7 +178,7 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
         for _ in range(3):
             driver.begin_step(step)
         driver.timeline.add("gather", "u", 0, step)
-    assert driver.timeline.take_times() == CommTimes((1 + 2 + 3) * TICK_S, 0.0, steps=3)
+    assert driver.timeline.pop_times() == CommTimes((1 + 2 + 3) * TICK_S, 0.0, steps=3)
 
 
 def test_a_report_is_per_step_also_of_a_run_that_goes_on_from_thousands():
@@ -188,10 +188,10 @@ def test_a_report_is_per_step_also_of_a_run_that_goes_on_from_thousands():
         for _ in range(2):  # model chunks
             driver.begin_step(step)
         driver.counts["gather"] += 6
-    assert reports.take().gathers_per_step == 6
+    assert reports.next_report().gathers_per_step == 6
     driver.begin_step(7003)
     driver.counts["gather"] += 5
-    assert reports.take().gathers_per_step == 5
+    assert reports.next_report().gathers_per_step == 5
 
 
 def assert_valid(trace: dict, rank: int) -> None:

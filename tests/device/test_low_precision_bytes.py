@@ -177,7 +177,7 @@ def train_counting(line: Sequence[str]) -> Sent:
 
     with (
         mock.patch.object(collectives, "all_gather_flat", counted_gather),
-        mock.patch("megatron_asynchzp.comm.codes.all_reduce_steps", counted_reduce),
+        mock.patch("megatron_asynchzp.comm.low_precision_gather.all_reduce_steps", counted_reduce),
         listening(mark, lambda logged: None),
         on_device(uses_te=True),
     ):

@@ -55,9 +55,9 @@ def added_and_exposed(
         ends[-1].record()
         if synchronizes or len(ends) == 2:
             torch.cuda.synchronize()
-        exposed_s = system.runtime.driver.timeline.take_times().exposed_s
+        exposed_s = system.runtime.driver.timeline.pop_times().exposed_s
     torch.cuda.synchronize()
-    exposed_s += system.runtime.driver.timeline.take_times().exposed_s
+    exposed_s += system.runtime.driver.timeline.pop_times().exposed_s
     system.drain()
     system.close()
     floor_ms = 3 * SIZE.blocks * SIZE.micro_batches * SIZE.block_ms

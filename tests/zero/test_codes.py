@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.comm import codes as codes_of
-from megatron_asynchzp.comm.codes import CodedGather, WeightGrid
+from megatron_asynchzp.comm import low_precision_gather
 from megatron_asynchzp.comm.collectives import run_steps
+from megatron_asynchzp.comm.low_precision_gather import Fp8Gather, WeightGrid
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.program import GATHER
 from megatron_asynchzp.planner.traffic import Group, unit_collectives
@@ -83,13 +83,15 @@ def check_what_arrives(sizes: tuple, seeds: range) -> float:
         shard = groups.topology.shard_range(number, layout.padded_numel)
         own = sent[shard.start : shard.stop].clone()
         for grid in GRIDS:
-            gather = CodedGather(layout, number, coded, grid, lambda: True)
+            gather = Fp8Gather(layout, number, coded, grid, lambda: True)
             if not gather.is_shorter:
                 continue
             shares.append(gather.message_nbytes / own.nbytes)
             arrived = torch.full_like(sent, torch.nan)
             steps = gather.steps(own, shard.start // shard.numel, arrived, groups.unshard)
-            with mock.patch.object(codes_of, "_MOST_AT_ONCE", 2 ** (20 if seed % 2 else 6)):
+            with mock.patch.object(
+                low_precision_gather, "_MOST_AT_ONCE", 2 ** (20 if seed % 2 else 6)
+            ):
                 run_steps(steps)
             for index, (piece, weight) in enumerate(zip(layout.slices, weights)):
                 found = arrived[piece.range.start : piece.range.stop].view(weight.shape)
@@ -130,7 +132,7 @@ def test_the_planner_counts_the_bytes_of_a_layer_within_one_percent():
     ]
     layout = FlatLayout.build(shapes, 4)
     coded = [index for index, (_, shape) in enumerate(shapes) if len(shape) == 2]
-    gather = CodedGather(layout, 4, coded, WeightGrid(), lambda: True)
+    gather = Fp8Gather(layout, 4, coded, WeightGrid(), lambda: True)
     in_codes = sum(shapes[index][1][0] * shapes[index][1][1] for index in coded)
     group = Group(4, ShardSizes(4, 4, 4))
     agreed, planned = unit_collectives(GATHER, layout.padded_numel, 2, group, in_codes)
@@ -174,7 +176,7 @@ def trained(sizes: tuple, kind: str, in_codes: bool) -> tuple[list[float], dict,
     state = SimpleNamespace(is_fp8=True)
     for unit in trainer.runtime.units if in_codes else ():
         names = [name for name in unit.param_names if "up.weight" in name or "down.weight" in name]
-        unit.send_in_codes(names, WeightGrid(), lambda: state.is_fp8)
+        unit.gather_in_fp8(names, WeightGrid(), lambda: state.is_fp8)
     network.take_journal()
     losses = [trainer.step(step, 2) for step in range(3)]
     trainer.runtime.settle()

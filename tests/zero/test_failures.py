@@ -219,7 +219,7 @@ def fail_after_close() -> str:
 
 def test_training_on_after_the_end_is_an_error_and_not_a_hang():
     for message in run_ranks(fail_after_close, 2):
-        assert "submitted after the communication was closed" in message
+        assert "submitted after close(). Use the model before its close()." in message
 
 
 # --- a collective that is never issued ---------------------------------------------------------

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.failure.descriptors import refuse_few_descriptors
+from megatron_asynchzp.failure.descriptors import check_descriptors
 from megatron_asynchzp.mcore.flags.command_line import check_command_line
 
 # As argparse exits for a wrong command line.
@@ -40,7 +40,7 @@ def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
     """End the process with one line for a command line that cannot be meant, see
     check_command_line, or for too few files. Of the launcher, which is no rank, any node's count.
     """
-    refuse_few_descriptors(int(os.environ.get("RANK", "1")), world_size or 0)
+    check_descriptors(int(os.environ.get("RANK", "1")), world_size or 0)
     check_command_line(argv, world_size)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.comm.agreement import PATH, refuse_differences, settings_of_process, text_of
+from megatron_asynchzp.comm.agreement import PATH, check_same_settings, process_settings, text_of
 from megatron_asynchzp.mcore.patch import found_version
 
 # Settings that may differ between ranks or nodes: the name of a rank, and what it only reports.
@@ -31,8 +31,8 @@ def refuse_other_flags(megatron: Any) -> None:
         for name, value in vars(megatron).items()
         if not _OF_ONE_RANK.fullmatch(name)
     }
-    process = settings_of_process() | {"the version of megatron-core": found_version()}
-    refuse_differences(
+    process = process_settings() | {"the version of megatron-core": found_version()}
+    check_same_settings(
         flags | process,
         None,
         torch.accelerator.current_accelerator() or torch.device("cpu"),

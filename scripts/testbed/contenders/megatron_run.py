@@ -55,7 +55,7 @@ def _take_exposed_s() -> float:
     from megatron_asynchzp.mcore.communication import Communication
 
     communication = Communication.current()
-    return 0.0 if communication is None else communication.driver.timeline.take_times().exposed_s
+    return 0.0 if communication is None else communication.driver.timeline.pop_times().exposed_s
 
 
 def _give_cuda_streams(meter: StepMeter) -> None:

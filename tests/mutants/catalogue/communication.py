@@ -32,8 +32,8 @@ MUTANTS = [
         "torchs-group-names",
         "a group's name does not depend on how many others a rank has",
         "comm/groups.py",
-        "        return asked.pop()",
-        "        return asked.pop() and torch_names(ranks)",
+        "        return names.pop()",
+        "        return names.pop() and torch_names(ranks)",
         (
             "tests/comm/test_groups.py::"
             "test_ranks_make_their_groups_alone_whatever_others_they_have_and_had"
@@ -68,9 +68,9 @@ MUTANTS = [
         "comm/order_check.py",
         (
             "        def steps() -> Steps:\n"
-            "            # Allocated here, [Note: memory of a task]. Filled on the "
-            "device: a copy from the host\n"
-            "            # would hold it until the device has caught up.\n"
+            "            # Allocated here, [Note: memory of a task], and filled on the "
+            "device, because a copy\n"
+            "            # from the host would make the host wait for the device.\n"
             "            own = [torch.full((1,), v, dtype=torch.int64, device=self._device)"
             " for v in values]\n"
             "            extremes = torch.stack([*own, *(-value for value in own)]).view(2, 2)\n"
@@ -172,8 +172,8 @@ MUTANTS = [
         "threads-ignore-earlier-jobs",
         "law 6: a task on a thread begins after those whose results it reads",
         "comm/thread_driver.py",
-        "for other in task.after:\n            other.await_usable()",
-        "for other in ():\n            other.await_usable()",
+        "for source in task.after:\n",
+        "for source in ():\n",
         (
             "tests/zero/test_happens_before.py::"
             "test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered"
@@ -206,8 +206,8 @@ MUTANTS = [
         "a-lane-overtakes-itself",
         "a lane issues its tasks in the order of submission",
         "comm/main_thread_driver.py",
-        "            if other.lane == task.lane and other in self._postponed:\n"
-        "                self._issue(other)",
+        "            if earlier.lane == task.lane and earlier in self._postponed:\n"
+        "                self._issue(earlier)",
         "            pass",
         ("tests/comm/test_driver.py::test_a_lane_issues_its_tasks_in_the_order_of_submission"),
     ),
@@ -248,15 +248,15 @@ MUTANTS = [
         "the-closed-are-waited-for",
         "law 7: ranks that call the model differently say so",
         "failure/standstill.py",
-        "(other.is_closed or _is_awaited(other))",
-        "_is_awaited(other)",
+        "(peers.is_closed or _has_called_more(peers))",
+        "_has_called_more(peers)",
         "tests/test_apart.py::test_another_order_an_early_end_and_a_wait_elsewhere_are_apart[True]",
     ),
     Mutant(
         "a-slow-rank-is-apart",
         "law 7: a slow peer is no fault",
         "failure/standstill.py",
-        " and (other.is_closed or _is_awaited(other))",
+        " and (peers.is_closed or _has_called_more(peers))",
         "",
         "tests/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
     ),

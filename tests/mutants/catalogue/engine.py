@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "codes-by-the-scale-of-one-rank",
         "weights travel as codes by the scale of the whole weight",
-        "comm/codes.py",
+        "comm/low_precision_gather.py",
         "yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))",
         "yield from ()",
         (

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the answers to a roll call say together, in a few hundred bytes: one rank reads all the
-answers, and all ranks read that."""
+"""Summarises the answers to a roll call in a few hundred bytes, which all ranks read."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,36 +8,31 @@ from dataclasses import dataclass, field
 from megatron_asynchzp.errors import runs_of
 
 IS_HERE, HAS_FAILED = "here", "failed"
-_MOST_FAILED = 8  # the first ones: they are the cause
-_MOST_RANGES = 100  # of each kind: what thousands of ranks read has to be short
+_MOST_FAILED = 8  # the first failures, which are the cause
+_MOST_RANGES = 100  # of ranks, of each kind, because thousands of ranks read the text
 
 
 @dataclass
-class Verdict:
-    """Verdict of a roll call: who does not answer, and where those are that do.
+class RollCallResult:
+    """Which ranks do not answer, and how far the others are; the rest is not behind."""
 
-    silent: ranks without an answer; num_silent: how many there are, which may be more.
-    writing: ranks that wrote a checkpoint when they answered.
-    failed: the ranks that failed first, in their order.
-    behind: ranks that had not submitted as much as another, those that had least first, with what
-        they had submitted on each lane. Who is nowhere in here has answered and is not behind.
-    """
-
-    silent: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)  # without an answer, as far as listed
     num_silent: int = 0
-    writing: list[int] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
+    writing: list[int] = field(default_factory=list)  # that were writing a checkpoint
+    failed: list[int] = field(default_factory=list)  # the first, in the order of failure
     behind: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Ranks that have submitted fewer tasks than others, the fewest first, with the tasks on each
+    lane."""
 
     @classmethod
-    def of_answers(cls, answers: str, world_size: int) -> "Verdict":
-        """answers: "rank here writes counts...;" and "rank failed;", in the order they came."""
+    def of_answers(cls, answers: str, world_size: int) -> "RollCallResult":
+        """Summarise answers "rank here is_writing counts...;" and "rank failed;" in their order."""
         counts: dict[int, tuple[int, ...]] = {}
         writing: list[int] = []
         failed: list[int] = []
         for entry in answers.split(";")[:-1]:
-            rank, what, *numbers = entry.split()
-            if what == HAS_FAILED:
+            rank, word, *numbers = entry.split()
+            if word == HAS_FAILED:
                 failed.append(int(rank))
                 continue
             is_writing, *own = map(int, numbers)
@@ -51,12 +45,13 @@ class Verdict:
             if counts[rank] != front:
                 equal.setdefault(counts[rank], []).append(rank)
         silent = [rank for rank in range(world_size) if rank not in counts]
-        by_place = sorted(equal.items(), key=lambda one: (sum(one[0]), one[0]))
-        behind = [(ranks, list(own)) for own, ranks in by_place]
+        fewest_first = sorted(equal.items(), key=lambda item: (sum(item[0]), item[0]))
+        behind = [(ranks, list(own)) for own, ranks in fewest_first]
         first = list(dict.fromkeys(failed))[:_MOST_FAILED]
         return cls(silent, len(silent), sorted(writing), first, behind)
 
     def to_text(self) -> str:
+        """Return the result as text for `of_text`."""
         groups, left = [], _MOST_RANGES
         for ranks, counts in self.behind:
             text = _ranges(ranks, left)
@@ -73,20 +68,21 @@ class Verdict:
         return ";".join(parts)
 
     @classmethod
-    def of_text(cls, text: str) -> "Verdict":
+    def of_text(cls, text: str) -> "RollCallResult":
+        """Return the result that `to_text` wrote."""
         silent, writing, failed, *groups = text.split(";")
-        number, _, ranges = silent.partition(" ")
-        behind = [(_ranks(one.split()[0]), [int(n) for n in one.split()[1:]]) for one in groups]
-        return cls(
-            _ranks(ranges), int(number), _ranks(writing), [int(r) for r in failed.split()], behind
-        )
+        number, _, silent_ranges = silent.partition(" ")
+        words = [group.split() for group in groups]
+        behind = [(_ranks(ranges), [int(n) for n in counts]) for ranges, *counts in words]
+        first_failed = [int(rank) for rank in failed.split()]
+        return cls(_ranks(silent_ranges), int(number), _ranks(writing), first_failed, behind)
 
 
 def _ranges(ranks: Sequence[int], most: int = _MOST_RANGES) -> str:
-    """Ranks in ascending order as "0-5,7", at most `most` ranges of them."""
+    """Write ascending ranks as "0-5,7", at most `most` ranges."""
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs_of(ranks)[:most])
 
 
 def _ranks(text: str) -> list[int]:
-    ends: Iterable[list[str]] = (one.split("-") for one in text.split(",") if one)
+    ends: Iterable[list[str]] = (range_.split("-") for range_ in text.split(",") if range_)
     return [rank for pair in ends for rank in range(int(pair[0]), int(pair[-1]) + 1)]
