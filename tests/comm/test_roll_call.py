@@ -307,7 +307,7 @@ class Standing:
         self.standing, self.num_asked, self.compared = 0.0, 0, dict.fromkeys(range(2), True)
         self._tasks = list(enumerate(names, 1))
 
-    def standing_s(self) -> float:
+    def stalled_s(self) -> float:
         return self.standing
 
     def progress(self, is_closed: bool = False) -> Progress:

@@ -114,7 +114,7 @@ def test_layers_that_stay_in_bf16_at_either_end_gather_no_codes(monkeypatch):
             self.params, self.sent = list(layer.parameters()), []
             self.param_names = [name for name, _ in layer.named_parameters()]
 
-        def send_in_codes(self, names: list[str], grid: Any, is_computing: Any) -> None:
+        def gather_in_fp8(self, names: list[str], grid: Any, is_computing: Any) -> None:
             self.sent = names
 
     recipe = SimpleNamespace(
