@@ -35,7 +35,7 @@ from megatron_asynchzp.failure.other_collective import (
     is_main_thread_waiting,
 )
 from megatron_asynchzp.failure.roll_call import OWN_FAILURE_FIRST_S, RollCall
-from megatron_asynchzp.failure.saves import OpenSaves
+from megatron_asynchzp.failure.saves import SaveLog
 from megatron_asynchzp.failure.standstill import Progress
 from megatron_asynchzp.failure.watchdog import Watchdog
 
@@ -85,7 +85,7 @@ class Driver:
         self.compared: dict[int, bool] = {}
         self._num_seen, self._seen_s = 0, time.monotonic()
         self._main_was_told = threading.Event()  # of the failure
-        self.saves = OpenSaves()  # for messages
+        self.saves = SaveLog()  # for messages
         self._is_closed = threading.Event()
         # If the device runs ahead, the host waits for no collective.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class OpenSaves:
+class SaveLog:
     """The unfinished saves of one rank. Only the main thread changes them."""
 
     def __init__(self) -> None:
-        self.in_background: list[Path | str] = []  # folders, the oldest save first
+        self.pending: list[Path | str] = []  # folders, the oldest save first
         # Of the main thread, the innermost last; None for the oldest save in the background.
         self._entered: list[Path | str | None] = []
 
@@ -29,7 +29,7 @@ class OpenSaves:
         """The folder into which the main thread saves, or None."""
         # Copies, because the main thread may leave a save meanwhile.
         for folder in self._entered[-1:]:
-            return folder if folder is not None else next(iter(self.in_background[:1]), None)
+            return folder if folder is not None else next(iter(self.pending[:1]), None)
         return None
 
     def title(self, collective: str | None) -> str | None:

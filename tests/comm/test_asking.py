@@ -15,7 +15,7 @@ from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.failure.other_collective import collective_of
-from megatron_asynchzp.failure.saves import OpenSaves
+from megatron_asynchzp.failure.saves import SaveLog
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 
 _TITLE = "all-gather of the parameters of u0 on this rank in step 0"
@@ -176,12 +176,12 @@ def test_a_rank_that_waits_in_a_save_is_not_one_that_writes(world_of_one, monkey
 
 
 def test_a_save_beside_training_is_the_oldest_that_is_not_finished():
-    saves = OpenSaves()
+    saves = SaveLog()
     assert saves.title(None) is None
     with saves.entering(None):
         assert saves.current is None
-        saves.in_background += ["a", "b"]
+        saves.pending += ["a", "b"]
         assert saves.title("barrier") == "barrier in the save of a"
-        saves.in_background.remove("a")
+        saves.pending.remove("a")
         assert saves.title(None) == "the save of b"
     assert saves.current is None

@@ -26,7 +26,7 @@ from megatron_asynchzp.checkpoint_files.saving import (
 )
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.failure.other_collective import collective_of
-from megatron_asynchzp.failure.saves import OpenSaves
+from megatron_asynchzp.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.aliases import complete_index
 from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_only
 from megatron_asynchzp.mcore.checkpoint.local import LOCAL, file_errors
@@ -50,7 +50,7 @@ def claim_save_directory(args: Namespace) -> None:
 
 
 def guard_save_checkpoint(
-    save: Callable[[], Any], args: Namespace, saves: OpenSaves, iteration: Any, is_passing: bool
+    save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration: Any, is_passing: bool
 ) -> Any:
     """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk, and
     CollectiveFailure for a collective that fails meanwhile.
@@ -73,11 +73,7 @@ def guard_save_checkpoint(
 
 
 def guard_save(
-    save: Callable[[], Any],
-    args: Namespace,
-    saves: OpenSaves,
-    iteration_dir: Path | str,
-    state: Any,
+    save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration_dir: Path | str, state: Any
 ) -> Any:
     """Call dist_checkpointing.save: into a clean directory, and with a manifest at its end, which
     for an asynchronous save is when all ranks have written. Raises as guard_save_checkpoint.
@@ -103,23 +99,19 @@ def guard_save(
     else:
         # Megatron appends the function that names this checkpoint as the latest after these.
         guarded = [_explained(saves, fn, iteration_dir) for fn in request.finalize_fns]
-        request.finalize_fns[:] = [
-            *guarded,
-            complete,
-            partial(saves.in_background.remove, iteration_dir),
-        ]
-        saves.in_background.append(iteration_dir)
+        request.finalize_fns[:] = [*guarded, complete, partial(saves.pending.remove, iteration_dir)]
+        saves.pending.append(iteration_dir)
     return request
 
 
-def guard_finalizing(finalize: Callable[[], Any], saves: OpenSaves) -> Any:
+def guard_finalizing(finalize: Callable[[], Any], saves: SaveLog) -> Any:
     """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
-    with _naming_save(saves, None) if saves.in_background else nullcontext():
+    with _naming_save(saves, None) if saves.pending else nullcontext():
         return finalize()
 
 
 def _explained(
-    saves: OpenSaves, finalize: Callable[[], Any], iteration_dir: Path | str
+    saves: SaveLog, finalize: Callable[[], Any], iteration_dir: Path | str
 ) -> Callable[[], Any]:
     @wraps(finalize)
     def guarded() -> Any:
@@ -141,7 +133,7 @@ class _WriterLog(logging.Handler):
 
 
 @contextmanager
-def _explaining(saves: OpenSaves, iteration_dir: Path | str) -> Iterator[None]:
+def _explaining(saves: SaveLog, iteration_dir: Path | str) -> Iterator[None]:
     """Turn what keeps a checkpoint from being written into a SaveError, and a collective that fails
     meanwhile into a CollectiveFailure that names the checkpoint."""
     writer = _WriterLog()
@@ -160,7 +152,7 @@ def _explaining(saves: OpenSaves, iteration_dir: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_save(saves: OpenSaves, iteration_dir: Path | str | None) -> Iterator[None]:
+def _naming_save(saves: SaveLog, iteration_dir: Path | str | None) -> Iterator[None]:
     """A collective of torch's that fails within names the checkpoint (None: as for `entering`);
     see ending.py for the rest of its line."""
     with saves.entering(iteration_dir):

@@ -12,7 +12,7 @@ def return_results_in_process() -> None:
 
     Megatron makes a queue of a manager: one more Python process per rank, with torch imported,
     for a writer that runs in threads. It takes seconds and half a gigabyte, and where the rank is
-    killed it stays behind. No-op where a queue exists. OpenSaves beside training need Megatron's.
+    killed it stays behind. No-op where a queue exists. Saves beside training need Megatron's.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()

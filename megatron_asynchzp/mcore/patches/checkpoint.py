@@ -8,17 +8,17 @@ from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
-from megatron_asynchzp.failure.saves import OpenSaves
+from megatron_asynchzp.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.operation import current_load
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import Patch, replaces
 from megatron_asynchzp.mcore.run.settings import run_args
 
 
-def _saves() -> OpenSaves:
+def _saves() -> SaveLog:
     """Return the saves of this rank: none before a model is wrapped."""
     communication = Communication.current()
-    return OpenSaves() if communication is None else communication.driver.saves
+    return SaveLog() if communication is None else communication.driver.saves
 
 
 def _arguments(function: Callable, args: Any, options: Any) -> dict[str, Any]:
