@@ -206,8 +206,7 @@ def _prepare_restarts(options: Namespace) -> None:
 
 @refused_in_one_line()
 def run_script(script: Path, arguments: list[str]) -> None:
-    """Patch Megatron, then run `script` as __main__; ends with one line on an error of ours. With
-    --asynchzp-dry-run nothing is started."""
+    """Patch Megatron, then run `script` as __main__, or its dry run."""
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
@@ -215,7 +214,8 @@ def run_script(script: Path, arguments: list[str]) -> None:
 
     asked = command.asked_of(arguments)
     try:
-        from megatron_asynchzp.mcore import ending, startup
+        from megatron_asynchzp.mcore.start import startup
+        from megatron_asynchzp.mcore.step import ending
     except ModuleNotFoundError as error:
         if (missing := MissingPackage.of(error, script.name)) is None:
             raise

@@ -151,7 +151,7 @@ def patch_megatron() -> None:
     if sys.stderr.isatty() and "megatron.training" not in sys.modules:
         print(f"{_OURS}importing Megatron, which can take half a minute", file=sys.stderr)
     with _silence(), _without("wandb"), mock.patch.object(torch, "compile", _as_it_is):
-        from megatron_asynchzp.mcore import startup
+        from megatron_asynchzp.mcore.start import startup
 
         try:
             startup.patch_megatron()
@@ -216,7 +216,7 @@ def _parse(
         mock.patch.dict(os.environ, kept | world, clear=True),
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
-        mock.patch("megatron_asynchzp.mcore.startup.choose_platform", lambda _: None),
+        mock.patch("megatron_asynchzp.mcore.start.startup.choose_platform", lambda _: None),
         mock.patch("megatron_asynchzp.mcore.patches.arguments.refuse_no_rank", lambda: None),
         mock.patch.object(Run, "begin", lambda _: None),  # nothing is to run in this process
         contextlib.nullcontext() if torch.cuda.is_available() else _answers_of_a_gpu(),

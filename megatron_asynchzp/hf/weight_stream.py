@@ -28,8 +28,8 @@ from megatron_asynchzp.hf.held_boxes import Address, HeldBox, distinct_boxes
 from megatron_asynchzp.hf.mapping import TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
 from megatron_asynchzp.hf.routes import Holders, Routes, sharing_block
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.whole_tensors import whole_marks, whole_unit
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.step.whole_tensors import whole_marks, whole_unit
 from megatron_asynchzp.weight_delta import WeightDelta
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
 from megatron_asynchzp.zero.unit import HZPUnit

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint import filesystem
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.library import runtime as sharded_runtime
 from megatron_asynchzp.library.sharded_model import ShardedModel, shard
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.ending import end_training
+from megatron_asynchzp.mcore.step.communication import Communication
+from megatron_asynchzp.mcore.step.ending import end_training
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime

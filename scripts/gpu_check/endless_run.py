@@ -7,8 +7,8 @@ import sys
 import torch
 
 from megatron_asynchzp.device import device_of
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.ending import report_own_errors
+from megatron_asynchzp.mcore.step.communication import Communication
+from megatron_asynchzp.mcore.step.ending import report_own_errors
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld

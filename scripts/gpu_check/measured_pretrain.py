@@ -25,7 +25,7 @@ from unittest import mock
 from megatron_asynchzp import launch
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.mcore.startup import prepare_process
+from megatron_asynchzp.mcore.start.startup import prepare_process
 from scripts.gpu_check.process import ROOT
 from scripts.gpu_check.synchronisations import counted_synchronisations
 from scripts.testbed.megatron_runs import listening

@@ -11,7 +11,7 @@ from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
-from megatron_asynchzp.mcore.patch import Patch
+from megatron_asynchzp.mcore.patches.patch import Patch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 
 DROPPED = {

@@ -239,7 +239,7 @@ def patched(argv: Sequence[str]) -> Iterator[None]:
     if not {"--use-asynchzp", "--use-pasa-attention"} & set(argv):
         yield
         return
-    from megatron_asynchzp.mcore.patch import apply_patches, remove_patches
+    from megatron_asynchzp.mcore.patches.patch import apply_patches, remove_patches
     from megatron_asynchzp.mcore.patches.table import PATCHES
 
     apply_patches(PATCHES)
@@ -422,7 +422,7 @@ def _joined(by_rank: Sequence[dict[str, tuple[float, ...]]]) -> dict[str, tuple[
 
 def close_communication():
     """Finish what the last step left in flight while every rank is still here."""
-    if communication := sys.modules.get("megatron_asynchzp.mcore.communication"):
+    if communication := sys.modules.get("megatron_asynchzp.mcore.step.communication"):
         communication.Communication.close_all()
 
 

@@ -15,10 +15,10 @@ _LATE = (
     "megatron.core.tokenizers.text", "megatron.core.models.mimo",
     "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
     "megatron_asynchzp.cpu_platform.platform", "megatron_asynchzp.library.sharded_model",
-    "megatron_asynchzp.mcore.startup", "megatron_asynchzp.mcore.data_parallel",
-    "megatron_asynchzp.mcore.optimizer", "megatron_asynchzp.mcore.start_table",
-    "megatron_asynchzp.mcore.construction", "megatron_asynchzp.mcore.run.planned",
-    "megatron_asynchzp.mcore.state_bytes", "megatron_asynchzp.mcore.whole_tensors",
+    "megatron_asynchzp.mcore.start.startup", "megatron_asynchzp.mcore.step.data_parallel",
+    "megatron_asynchzp.mcore.step.optimizer", "megatron_asynchzp.mcore.start.start_table",
+    "megatron_asynchzp.mcore.start.construction", "megatron_asynchzp.mcore.run.planned",
+    "megatron_asynchzp.mcore.start.state_bytes", "megatron_asynchzp.mcore.step.whole_tensors",
     "scripts.train.model_of_flags",
 )
 # fmt: on

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 
 
 def add_report_arguments(parser: ArgumentParser) -> ArgumentParser:

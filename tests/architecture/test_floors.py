@@ -35,7 +35,7 @@ BUDGETS = {
     "failure": 873,
     "hf": 2860,
     "library": 2764,
-    "mcore": 10125,
+    "mcore": 10140,
     "planner": 4341,
     "sharding": 1745,
     "zero": 5010,
@@ -47,16 +47,11 @@ LIBRARY = {
     "fragments": 1, "params": 1, "runtime": 1, "checkpoint": 2, "optimizer": 2,
     "sharded_model": 3,
 }
-# Within the adapter: rooms, and files beside them.
+# Within the adapter: rooms, and files of a room that have a floor of their own.
 ADAPTER = {
-    "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "low_precision": 0,
-    "run": 1, "rounded_adam": 2,
-    "differences": 1, "whole_tensors": 2, "checkpoint": 2, "attention": 1, "process": 1,
-    "qk_clip": 2, "replicas": 2,
-    "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
-    "schedule_plan": 2, "data_parallel": 3, "start_table": 4, "muon": 4, "early_update": 4,
-    "optimizer": 5,
-    "patches": 6, "startup": 7, "adaptor": 8,
+    "flags": 0, "patches.patch": 0, "run": 1, "process": 1, "attention": 1, "start": 2,
+    "checkpoint": 3, "step": 4, "start.start_table": 5, "patches": 6, "start.startup": 7,
+    "adaptor": 8,
 }
 # fmt: on
 
@@ -103,16 +98,23 @@ def test_every_part_of_the_package_has_a_floor_and_imports_only_from_below():
                 assert is_below, f"{path} imports {module}"
 
 
+def adapter_part(module: str) -> str:
+    """The part of the adapter that has a floor: a file of a room, or the room."""
+    room, _, file = module.removeprefix("megatron_asynchzp.mcore.").partition(".")
+    own = f"{room}.{file.partition('.')[0]}"
+    return own if own in ADAPTER else room
+
+
 def test_within_the_adapter_too_imports_go_downwards_only():
     seen = set()
     for path in (PACKAGE / "mcore").rglob("*.py"):
-        room = path.relative_to(PACKAGE / "mcore").parts[0].removesuffix(".py")
-        if room == "__init__":
+        if path.stem == "__init__":
             continue
-        seen.add(room)
+        part = adapter_part(".".join(path.relative_to(PACKAGE / "mcore").with_suffix("").parts))
+        seen.add(part)
         for module in imported_modules(path):
-            if module.startswith("megatron_asynchzp.mcore.") and module.split(".")[2] != room:
-                assert ADAPTER[module.split(".")[2]] < ADAPTER[room], f"{path} imports {module}"
+            if module.startswith("megatron_asynchzp.mcore.") and adapter_part(module) != part:
+                assert ADAPTER[adapter_part(module)] < ADAPTER[part], f"{path} imports {module}"
     assert seen == ADAPTER.keys()
 
 

@@ -46,8 +46,8 @@ class Held(NamedTuple):
 def held(model_chunks: list, optimizer: Any) -> tuple[int, float, float, float, float]:
     from megatron.training import get_args
 
-    from megatron_asynchzp.mcore.low_precision import kept_nbytes
     from megatron_asynchzp.mcore.run.planned import costing_of
+    from megatron_asynchzp.mcore.start.low_precision import kept_nbytes
 
     memory = costing_of(get_args()).stage_memory(0)
     gc.collect()

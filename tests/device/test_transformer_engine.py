@@ -73,8 +73,8 @@ def quantised(model_chunks: list, optimizer: Any) -> tuple[bool, int, int, float
     from megatron.core.parallel_state import get_pipeline_model_parallel_rank
     from megatron.training import get_args
 
-    from megatron_asynchzp.mcore.low_precision import kept_nbytes
     from megatron_asynchzp.mcore.run.planned import costing_of
+    from megatron_asynchzp.mcore.start.low_precision import kept_nbytes
 
     planned = 0.0
     if getattr(get_args(), "use_asynchzp", False):

@@ -162,7 +162,7 @@ def frozen(part: str) -> Iterator[None]:
 def counted_stream(model: list, case: Case) -> Counted:
     from megatron.core import parallel_state
 
-    from megatron_asynchzp.mcore.differences import is_counted_once
+    from megatron_asynchzp.mcore.step.differences import is_counted_once
 
     groups: Any = (
         parallel_state.get_tensor_model_parallel_group(),

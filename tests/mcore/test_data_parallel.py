@@ -24,8 +24,8 @@ def wrap(chunks: list, sizes: tuple[int, int, int] = (1, 2, 2), **ddp_options: b
     """The chunks of a rank's model, wrapped, over a sharding group that is the world."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
     from megatron_asynchzp.mcore.run.settings import RunSettings
+    from megatron_asynchzp.mcore.step.data_parallel import wrap_model_chunks
 
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)

@@ -10,9 +10,12 @@ from megatron.core.optimizer import optimizer as stock
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.differences import called_by_megatron, copy_optimizer_param_metadata
-from megatron_asynchzp.mcore.optimizer import AsyncHZPOptimizer
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.step.differences import (
+    called_by_megatron,
+    copy_optimizer_param_metadata,
+)
+from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 
 
 class _Base:

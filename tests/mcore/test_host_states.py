@@ -47,7 +47,7 @@ def refuse_other_bytes(chunks: Any) -> None:
 
     from megatron_asynchzp.mcore.run.planned import costing_of
     from megatron_asynchzp.mcore.run.settings import Run
-    from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated
+    from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_allocated
 
     args: Any = get_args()
     units = [unit for chunk in chunks for unit in chunk.units]

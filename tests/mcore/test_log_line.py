@@ -5,8 +5,8 @@
 import pytest
 
 from megatron_asynchzp.comm.report import CommReport
-from megatron_asynchzp.mcore import scalars
 from megatron_asynchzp.mcore.patches import process
+from megatron_asynchzp.mcore.step import scalars
 
 MESSAGE = " iteration 1/ 2 | elapsed time per iteration (ms): 171.7 |"
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.low_precision import refuse_missing_te, send_codes
+from megatron_asynchzp.mcore.start.low_precision import refuse_missing_te, send_codes
 
 
 def asked(recipe: str | None, graphs: str = "none") -> Namespace:

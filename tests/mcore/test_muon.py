@@ -12,7 +12,7 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
-from megatron_asynchzp.mcore.muon import ShardedMuon
+from megatron_asynchzp.mcore.step.muon import ShardedMuon
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.zero.unit import HZPUnit

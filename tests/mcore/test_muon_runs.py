@@ -31,7 +31,7 @@ QUERY_GROUPS = ("--swiglu", "--group-query-attention", "--num-query-groups", "2"
 
 def params_of(chunks: list, _: object) -> dict[str, np.ndarray]:
     """Every parameter of this rank's model, whole. Tensors would end with the rank."""
-    from megatron_asynchzp.mcore.whole_tensors import whole_params
+    from megatron_asynchzp.mcore.step.whole_tensors import whole_params
 
     found = {}
     for chunk in chunks:

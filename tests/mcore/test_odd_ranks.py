@@ -17,7 +17,7 @@ from tests.support.world import is_torchrun, on_ranks
 
 
 def run_with_nothing_on_the_last_rank() -> list[int]:
-    from megatron_asynchzp.mcore.optimizer import ShardedParameters
+    from megatron_asynchzp.mcore.step.optimizer import ShardedParameters
 
     add = ShardedParameters._add
 

@@ -74,8 +74,8 @@ def clip_both(
     from megatron.core import parallel_state
     from megatron.core.optimizer.qk_clip import clip_qk
 
-    from megatron_asynchzp.mcore.qk_clip import clip_scores
-    from megatron_asynchzp.mcore.whole_tensors import whole_marks, whole_params
+    from megatron_asynchzp.mcore.step.qk_clip import clip_scores
+    from megatron_asynchzp.mcore.step.whole_tensors import whole_marks, whole_params
 
     rank = dist.get_rank()
     scores = [[5.0, 1.0, 1.0, 2.5], [1.0, 3.0, 1.5, 2.0]][rank % 2]
@@ -152,10 +152,10 @@ def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_i
     monkeypatch,
 ):
     from megatron_asynchzp.errors import ConfigurationError
-    from megatron_asynchzp.mcore import data_parallel
     from megatron_asynchzp.mcore.checkpoint import save_guard
     from megatron_asynchzp.mcore.patches.model import _wrap
     from megatron_asynchzp.mcore.run.settings import RunSettings
+    from megatron_asynchzp.mcore.step import data_parallel
     from megatron_asynchzp.sharding.topology import ShardSizes
 
     monkeypatch.setattr(data_parallel, "wrap_model_chunks", lambda chunks, *_: chunks)

@@ -21,7 +21,7 @@ def _messages_of(sizes: tuple[int, int, int]) -> dict[str | None, str]:
     rank; of a bf16 model of one layer."""
     from megatron.core.transformer.module import MegatronModule
 
-    from megatron_asynchzp.mcore.replicas import ReplicasDiffer, compare_replicas
+    from megatron_asynchzp.mcore.step.replicas import ReplicasDiffer, compare_replicas
 
     torch.manual_seed(1)
     chunk = MegatronModule(tiny_config())

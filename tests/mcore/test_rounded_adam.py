@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore import rounded_adam
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
-from megatron_asynchzp.mcore.rounded_adam import RoundedAdam, build_rounded_adam
 from megatron_asynchzp.mcore.run.settings import MomentDtypes, moments_of
+from megatron_asynchzp.mcore.step import rounded_adam
+from megatron_asynchzp.mcore.step.rounded_adam import RoundedAdam, build_rounded_adam
 from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
 
 _HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

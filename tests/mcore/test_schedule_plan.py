@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.mcore.schedule_plan import keeping_late_grads, tell_of_parts
+from megatron_asynchzp.mcore.step.schedule_plan import keeping_late_grads, tell_of_parts
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain

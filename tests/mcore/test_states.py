@@ -52,7 +52,10 @@ def held_nbytes(chunks: list, optimizer: Any) -> int:
 
 def inspect_states(chunks: list, optimizer: Any) -> dict[str, Any]:
     from megatron_asynchzp.mcore.run.settings import Run
-    from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
+    from megatron_asynchzp.mcore.start.state_bytes import (
+        state_nbytes_allocated,
+        state_nbytes_by_formula,
+    )
 
     units = [unit for chunk in chunks for unit in chunk.units]
     dense = [u for c in chunks for u in c.units if c.runtime.group_keys[u] == "dense"]

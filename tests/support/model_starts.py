@@ -70,7 +70,7 @@ def start(argv: list[str], count: MemoryCount | None = None) -> Start:
     """Run one step of pretrain() and return how it started. A collective call."""
     from megatron.training import training
 
-    from megatron_asynchzp.mcore import data_parallel
+    from megatron_asynchzp.mcore.step import data_parallel
 
     found: dict[str, Any] = {}
     set_up, wrap = training.setup_model_and_optimizer, data_parallel.wrap_model_chunks

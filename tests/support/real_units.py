@@ -18,9 +18,9 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
 from megatron_asynchzp.mcore.run.planned import costing_of
 from megatron_asynchzp.mcore.run.settings import RunSettings
-from megatron_asynchzp.mcore.start_table import preview_of_units
-from megatron_asynchzp.mcore.state_bytes import state_nbytes_by_formula
-from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
+from megatron_asynchzp.mcore.start.start_table import preview_of_units
+from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_by_formula
+from megatron_asynchzp.mcore.start.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.memory import Copies, Memory, stage_activations
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import grad_pieces

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import AxisGroup, all_to_all_steps, run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
-from megatron_asynchzp.mcore.units import units_by_groups
+from megatron_asynchzp.mcore.start.units import units_by_groups
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.unit import HZPUnit
 

@@ -16,7 +16,7 @@ from megatron_asynchzp.mcore.flags.checks import (
     refuse_yaml,
 )
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments, refuse_unsupported_attention
-from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
 from megatron_asynchzp.mcore.run.planned import choose_sizes
 from megatron_asynchzp.mcore.run.settings import Run

@@ -10,9 +10,9 @@ from typing import Any
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
 from megatron_asynchzp.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.operation import current_load
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.patch import Patch, replaces
+from megatron_asynchzp.mcore.patches.patch import Patch, replaces
 from megatron_asynchzp.mcore.run.settings import run_args
+from megatron_asynchzp.mcore.step.communication import Communication
 
 
 def _saves() -> SaveLog:

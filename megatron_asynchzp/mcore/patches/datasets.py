@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 
-from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.process.platform import are_dataset_helpers_ready
 
 

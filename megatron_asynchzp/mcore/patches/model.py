@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.checks import refuse_foreign_tokens
-from megatron_asynchzp.mcore.patch import found_version, replaces
+from megatron_asynchzp.mcore.patches.patch import found_version, replaces
 from megatron_asynchzp.mcore.run.settings import Run, RunSettings, run_args
 from megatron_asynchzp.versions import Version
 
@@ -22,8 +22,8 @@ def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
     run, settings = run_args(), Run.current_settings()
     if settings is None or not given.arguments["wrap_with_ddp"]:
         return original(*args, **options)
-    from megatron_asynchzp.mcore.construction import constructing
-    from megatron_asynchzp.mcore.low_precision import refuse_missing_te
+    from megatron_asynchzp.mcore.start.construction import constructing
+    from megatron_asynchzp.mcore.start.low_precision import refuse_missing_te
 
     refuse_missing_te(run)
     if run.cuda_graph_impl == "local":
@@ -129,8 +129,8 @@ def _wrap(
     from megatron_asynchzp.at_rest.host_states import move_to_host
     from megatron_asynchzp.device import device_of
     from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
-    from megatron_asynchzp.mcore.construction import current_construction
-    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.start.construction import current_construction
+    from megatron_asynchzp.mcore.step.data_parallel import wrap_model_chunks
 
     pg_collection = pg_collection or _process_groups()
     claim_save_directory(args)
@@ -141,11 +141,11 @@ def _wrap(
         chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
         move_to_host([chunk.runtime for chunk in chunks], settings.offload)
     if args.qk_clip:
-        from megatron_asynchzp.mcore.qk_clip import refuse_unknown_attention
+        from megatron_asynchzp.mcore.step.qk_clip import refuse_unknown_attention
 
         refuse_unknown_attention(chunks)
     if settings.config.save_trained_only:
-        from megatron_asynchzp.mcore.data_parallel import refuse_all_trained
+        from megatron_asynchzp.mcore.step.data_parallel import refuse_all_trained
 
         refuse_all_trained(chunks)
     if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
@@ -157,7 +157,7 @@ def _wrap(
         trained = [u.layout.numel for chunk in chunks for u in chunk.units if u.is_trained]
         refuse_other_adapters(args, settings, pg_collection.pp.rank(), sum(trained))
     if args.rank == 0:
-        from megatron_asynchzp.mcore.start_table import budget_hint, format_start_table
+        from megatron_asynchzp.mcore.start.start_table import budget_hint, format_start_table
 
         whole_nbytes = None if construction is None else construction.peak_whole_nbytes
         moments, per_node = settings.moment_nbytes, settings.ranks_per_node
@@ -181,7 +181,7 @@ def get_optimizer(
 ) -> Any:
     if (settings := Run.current_settings()) is None:
         return original(config, model_chunks, config_overrides, *rest, **options)
-    from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
+    from megatron_asynchzp.mcore.step.optimizer import get_asynchzp_optimizer
 
     groups, moments = options.get("pg_collection"), settings.moments
     return get_asynchzp_optimizer(config, model_chunks, config_overrides, groups, moments)
@@ -200,7 +200,7 @@ def capture_layers(original: Callable, model: Sequence, *args: Any, **options: A
         capture = helper.create_cudagraphs
 
         def create_cudagraphs() -> None:
-            from megatron_asynchzp.mcore.schedule_plan import keeping_late_grads
+            from megatron_asynchzp.mcore.step.schedule_plan import keeping_late_grads
 
             late: set[Any] = set()
             with ExitStack() as chunks:
@@ -256,7 +256,7 @@ def capture_recorded(original: Callable) -> Any:
         return original()
     import torch
 
-    from megatron_asynchzp.mcore.communication import Communication
+    from megatron_asynchzp.mcore.step.communication import Communication
 
     leaving_grads: set[Any] = set()
     with ExitStack() as chunks:
@@ -287,7 +287,7 @@ def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: 
         spec_or_module = use_pasa_in(spec_or_module, run.attention)
     module = original(spec_or_module, *args, **kwargs)
     if run_args() is not None:
-        from megatron_asynchzp.mcore.construction import note_built
+        from megatron_asynchzp.mcore.start.construction import note_built
 
         note_built(module)
     return module

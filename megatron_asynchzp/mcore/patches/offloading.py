@@ -5,7 +5,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.settings import run_args
 
 

@@ -7,11 +7,11 @@ torch destroys process groups.
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.agreement import refuse_other_flags
 from megatron_asynchzp.mcore.run.settings import run_args
-from megatron_asynchzp.mcore.scalars import write_scalars
+from megatron_asynchzp.mcore.step.communication import Communication
+from megatron_asynchzp.mcore.step.scalars import write_scalars
 
 # What Megatron's line about an iteration has, and nothing else it prints on the last rank.
 _ITERATION_LINE = "elapsed time per iteration (ms):"

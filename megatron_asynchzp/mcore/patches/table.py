@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every function that is replaced, in the order of the documentation."""
 
-from megatron_asynchzp.mcore.patch import Patch
 from megatron_asynchzp.mcore.patches import (
     arguments,
     datasets,
@@ -12,6 +11,7 @@ from megatron_asynchzp.mcore.patches import (
     whole_tensors,
 )
 from megatron_asynchzp.mcore.patches.checkpoint import CHECKPOINT_PATCHES
+from megatron_asynchzp.mcore.patches.patch import Patch
 
 PATCHES: tuple[Patch, ...] = (
     arguments.add_arguments,

@@ -5,9 +5,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.patch import replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.settings import run_args
+from megatron_asynchzp.mcore.step.communication import Communication
 
 
 @replaces(
@@ -21,7 +21,7 @@ def calc_params_l2_norm(
 ) -> float:
     if (communication := Communication.current()) is None:
         return original(model, force_create_fp32_copy)
-    from megatron_asynchzp.mcore.whole_tensors import norm_of_params
+    from megatron_asynchzp.mcore.step.whole_tensors import norm_of_params
 
     # As stock: of the main parameters in bf16, of the model's in fp16.
     in_model_dtype = force_create_fp32_copy or not run_args().bf16
@@ -38,7 +38,7 @@ def calc_params_l2_norm(
 def check_param_hashes(original: Callable, model: Any, cross_check: bool = False) -> bool:
     if (communication := Communication.current()) is None:
         return original(model, cross_check)
-    from megatron_asynchzp.mcore.replicas import compare_replicas
+    from megatron_asynchzp.mcore.step.replicas import compare_replicas
 
     compare_replicas(communication.runtimes, communication.moments_of, communication.driver.step)
     return True
@@ -53,7 +53,7 @@ def check_param_hashes(original: Callable, model: Any, cross_check: bool = False
 def clip_qk(original: Callable, model: Any, log_max_only: bool = False) -> float:
     if (communication := Communication.current()) is None:
         return original(model, log_max_only)
-    from megatron_asynchzp.mcore.qk_clip import clip_scores
+    from megatron_asynchzp.mcore.step.qk_clip import clip_scores
 
     return clip_scores(model, communication.runtimes, log_max_only)
 
@@ -72,7 +72,7 @@ def save_grads(
     if communication is not None and grad_label in ("params", "wgrads"):
         from megatron.core import mpu
 
-        from megatron_asynchzp.mcore.whole_tensors import whole_grads, whole_params
+        from megatron_asynchzp.mcore.step.whole_tensors import whole_grads, whole_params
 
         gather = whole_params if grad_label == "params" else whole_grads
         is_writer = mpu.get_expert_data_parallel_rank() == 0

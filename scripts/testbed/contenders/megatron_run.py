@@ -52,7 +52,7 @@ def train_megatron(
 
 
 def _take_exposed_s() -> float:
-    from megatron_asynchzp.mcore.communication import Communication
+    from megatron_asynchzp.mcore.step.communication import Communication
 
     communication = Communication.current()
     return 0.0 if communication is None else communication.driver.timeline.pop_times().exposed_s

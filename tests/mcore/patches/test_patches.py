@@ -16,16 +16,16 @@ from megatron.core import package_info
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import own_flags
-from megatron_asynchzp.mcore.patch import (
+from megatron_asynchzp.mcore.patches import model, table
+from megatron_asynchzp.mcore.patches.patch import (
     Patch,
     apply_patches,
     found_version,
     remove_patches,
     replaces,
 )
-from megatron_asynchzp.mcore.patches import model, table
 from megatron_asynchzp.mcore.run.settings import Run, RunSettings
-from megatron_asynchzp.mcore.startup import patch_megatron
+from megatron_asynchzp.mcore.start.startup import patch_megatron
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.versions import MEGATRON
 
@@ -286,7 +286,9 @@ def test_an_old_megatron_is_refused_in_one_line_where_it_is_to_capture_layers_by
     run = Run(megatron, RunSettings(ShardSizes(1, 1, 1)), None, None)
     monkeypatch.setattr(Run, "_current", run)
     monkeypatch.setattr(package_info, "__version__", version)
-    monkeypatch.setattr("megatron_asynchzp.mcore.low_precision.refuse_missing_te", lambda _: None)
+    monkeypatch.setattr(
+        "megatron_asynchzp.mcore.start.low_precision.refuse_missing_te", lambda _: None
+    )
     monkeypatch.setattr(model, "refuse_foreign_tokens", mock.Mock(side_effect=Started))
     manager = "megatron.core.transformer.cuda_graphs.CudaGraphManager"
     monkeypatch.setattr(f"{manager}.global_mempool", (0, 1))

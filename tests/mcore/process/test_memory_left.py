@@ -12,7 +12,7 @@ import torch
 
 from megatron_asynchzp.device import CpuDevice, StreamDevice
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags

@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "qk-clip-scales-other-rows",
         "a row that several ranks hold is scaled by the number of its own head on each",
-        "mcore/qk_clip.py",
+        "mcore/step/qk_clip.py",
         "    start = held.start - first * columns",
         "    start = 0",
         (

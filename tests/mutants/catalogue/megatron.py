@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "mean-over-dp",
         "gradients are the mean over data x context parallel ranks",
-        "mcore/data_parallel.py",
+        "mcore/step/data_parallel.py",
         "1.0 / self.dp_cp_group.size()",
         "1.0 / pg_collection.dp.size()",
         (
@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "moments-that-stay-zero",
         "Adam stores the moments that it has computed in fp32",
-        "mcore/rounded_adam.py",
+        "mcore/step/rounded_adam.py",
         "if moment is not place:",
         "if False:",
         (

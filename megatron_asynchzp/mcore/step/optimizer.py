@@ -36,16 +36,16 @@ from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     FragmentPlace,
     OptimizerCheckpoint,
 )
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.differences import (
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.step.differences import (
     GRAD_NORM_GROUPS,
     called_by_megatron,
     copy_optimizer_param_metadata,
     count_zeros,
     is_counted_once,
 )
-from megatron_asynchzp.mcore.early_update import build_early_update
-from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
+from megatron_asynchzp.mcore.step.early_update import build_early_update
+from megatron_asynchzp.mcore.step.rounded_adam import MomentDtypes, build_rounded_adam
 from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -413,7 +413,7 @@ def get_asynchzp_optimizer(
     is_muon = config.optimizer == "muon"
     if is_muon:
         # Not above: it needs a package that runs with other optimizers need not have.
-        from megatron_asynchzp.mcore.muon import build_muon, muon_overrides
+        from megatron_asynchzp.mcore.step.muon import build_muon, muon_overrides
 
         config_overrides = config_overrides | muon_overrides()
     param_groups = _get_param_groups(list(model_chunks), config, config_overrides)

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.low_precision import kept_nbytes
-from megatron_asynchzp.mcore.state_bytes import (
+from megatron_asynchzp.mcore.start.low_precision import kept_nbytes
+from megatron_asynchzp.mcore.start.state_bytes import (
     mean_moment_nbytes,
     state_nbytes_allocated,
     state_nbytes_by_formula,
 )
-from megatron_asynchzp.mcore.units import has_late_grads
+from megatron_asynchzp.mcore.start.units import has_late_grads
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.backward_room import preview_nbytes

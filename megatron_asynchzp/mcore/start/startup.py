@@ -12,7 +12,7 @@ import torch
 
 from megatron_asynchzp import mcore
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
-from megatron_asynchzp.mcore.patch import apply_patches, found_version, mismatch
+from megatron_asynchzp.mcore.patches.patch import apply_patches, found_version, mismatch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
 from megatron_asynchzp.versions import TORCH, Version, untested

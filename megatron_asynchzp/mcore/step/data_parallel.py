@@ -22,22 +22,22 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.differences import called_by_megatron
-from megatron_asynchzp.mcore.low_precision import forget_copies, send_codes
 from megatron_asynchzp.mcore.run.settings import RunSettings
-from megatron_asynchzp.mcore.schedule_plan import tell_of_parts
-from megatron_asynchzp.mcore.shard_groups import (
+from megatron_asynchzp.mcore.start.low_precision import forget_copies, send_codes
+from megatron_asynchzp.mcore.start.shard_groups import (
     broadcast_from_first_rank,
     communication_device,
     create_shard_groups,
 )
-from megatron_asynchzp.mcore.units import (
+from megatron_asynchzp.mcore.start.units import (
     mark_softmax_offsets,
     plan_megatron_units,
     seat_captured,
     sharding_group_key,
 )
+from megatron_asynchzp.mcore.step.communication import Communication
+from megatron_asynchzp.mcore.step.differences import called_by_megatron
+from megatron_asynchzp.mcore.step.schedule_plan import tell_of_parts
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params

@@ -25,7 +25,7 @@ from megatron_asynchzp.comm.collectives import Steps
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
 
 _Groups = Mapping[torch.nn.Parameter, dict[str, Any]]

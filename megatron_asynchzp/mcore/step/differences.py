@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import count_zeros_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_asynchzp.mcore.patch import mismatch
+from megatron_asynchzp.mcore.patches.patch import mismatch
 
 GRAD_NORM_GROUPS: tuple[str, ...] = getattr(_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ())
 """Groups of parameters with a gradient norm of their own; 0.18 has none."""

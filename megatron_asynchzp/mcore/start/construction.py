@@ -14,12 +14,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from megatron_asynchzp.mcore.run.settings import RunSettings
-from megatron_asynchzp.mcore.shard_groups import (
+from megatron_asynchzp.mcore.start.shard_groups import (
     broadcast_from_first_rank,
     communication_device,
     create_shard_groups,
 )
-from megatron_asynchzp.mcore.units import EDGES, is_language_model, is_layer, sharding_group_key
+from megatron_asynchzp.mcore.start.units import (
+    EDGES,
+    is_language_model,
+    is_layer,
+    sharding_group_key,
+)
 from megatron_asynchzp.zero.construction import Construction
 
 # The model that this process builds now.

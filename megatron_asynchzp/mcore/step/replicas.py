@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
 from megatron_asynchzp.errors import name_ranks
-from megatron_asynchzp.mcore.units import units_by_groups
+from megatron_asynchzp.mcore.start.units import units_by_groups
 from megatron_asynchzp.sharding.value_hash import value_hash
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit

@@ -19,9 +19,9 @@ from megatron_asynchzp.failure.last_line import (
     end_process,
 )
 from megatron_asynchzp.failure.other_collective import collective_of
-from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.process.refusal import report
-from megatron_asynchzp.mcore.replicas import ReplicasDiffer
+from megatron_asynchzp.mcore.step.communication import Communication
+from megatron_asynchzp.mcore.step.replicas import ReplicasDiffer
 
 # Ends of training that need no traceback.
 _LAST_WORDS = (CollectiveFailure, OrderMismatch, ReplicasDiffer, SaveError, KeyboardInterrupt)

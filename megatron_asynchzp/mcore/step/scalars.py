@@ -5,8 +5,8 @@ opened on its last rank (--tensorboard-dir, --wandb-project), whenever it logs a
 """
 
 from megatron_asynchzp.comm.report import CommReport
-from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.run.settings import Run
+from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.planner.memory import MomentBytes
 
 
@@ -46,7 +46,7 @@ def scalars_of(communication: Communication, report: CommReport) -> dict[str, fl
 
 def nbytes_at_rest(communication: Communication) -> int:
     """Bytes of this rank's shards, the moments of the optimizer included."""
-    from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated
+    from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_allocated
 
     units = [unit for runtime in communication.runtimes for unit in runtime.units]
     settings = Run.current_settings()

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.run.settings import RunSettings
-from megatron_asynchzp.mcore.units import sharding_group_key
+from megatron_asynchzp.mcore.start.units import sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 
