@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon on sharded main parameters: Megatron's arithmetic, on matrices each of which is whole on one
-rank while it is orthogonalised; and Adam for all other parameters.
-"""
+"""Muon on sharded main parameters, by Megatron's arithmetic, and Adam for all other parameters."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -29,7 +27,7 @@ from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
 
 _Groups = Mapping[torch.nn.Parameter, dict[str, Any]]
-"""Of each fragment, its parameter group."""
+"""The parameter group of each fragment."""
 
 
 class ShardedMuon(TensorParallelMuon):
@@ -38,18 +36,19 @@ class ShardedMuon(TensorParallelMuon):
         main        momentum |          | orthogonalise 0 |          | orthogonalise 1 | update 0
         matrices             | gather 0 | gather 1        | return 0 | gather 2        | return 1
 
-    Weight decay, momentum and the update work on the fragments. Newton-Schulz needs the matrix:
-    round by round each is gathered on its owner, orthogonalised there, and sent back, while the
-    owners work on the next round. Beside its shards a rank holds three rounds at most.
-
-    param_groups: of fragments.
-    matrices: to which they belong, those of other ranks included, in an order equal on all ranks of
-        their sharding groups.
-    fragments: of each model parameter of which this rank owns an element.
-    options: of TensorParallelMuon.
+    Weight decay, momentum and the update work on the fragments. Newton-Schulz needs whole matrices:
+    in each round every owner gathers one, orthogonalises it and sends it back, while the next round
+    is gathered. A rank holds at most three rounds in addition to its shards.
 
     Tensor-parallel ranks own the same matrices in the same rounds, so Megatron may make collectives
     of its own between them while it orthogonalises (--muon-tp-mode duplicated, distributed).
+
+    Args:
+        param_groups: Parameter groups of fragments.
+        matrices: The matrices of all ranks, in the same order on all ranks of a sharding group.
+        fragments: The fragment of each model parameter of which this rank owns an element.
+        driver: Runs the collectives.
+        options: Arguments of TensorParallelMuon.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class ShardedMuon(TensorParallelMuon):
         return exchange
 
     def _direction(self, matrix: Matrix, group_of: _Groups) -> torch.Tensor:
-        """Return this rank's part of what is to be orthogonalised: the momentum, or Nesterov's."""
+        """Return this rank's part of the momentum, or of Nesterov's, to be orthogonalised."""
         fragment: Any = self._fragment_of.get(matrix)
         if fragment is None:
             return torch.empty(0, device=matrix.unit.device)
@@ -105,7 +104,7 @@ class ShardedMuon(TensorParallelMuon):
         return momentum.clone()
 
     def _orthogonalize(self, exchange: "_Exchange") -> None:
-        """Work on the matrices of which this rank is the owner, and begin to send them back."""
+        """Orthogonalise the matrices that this rank owns, and begin to send them back."""
         from emerging_optimizers.utils import fp32_matmul_precision
 
         exchange.wait()
@@ -125,15 +124,12 @@ class ShardedMuon(TensorParallelMuon):
 
 
 class _Exchange:
-    """A round in one step. Its memory belongs to the stream that computes.
-
-    pieces: of every matrix what this rank holds of it, and at last what has become of that; wholes:
-    the matrices that this rank owns.
-    """
+    """A round in one step. Its memory belongs to the compute stream."""
 
     def __init__(self, driver: Driver, name: str, round_: Round, pieces: Pieces):
         self._driver, self._name, self._round = driver, name, round_
-        self.pieces = pieces
+        self.pieces = pieces  # this rank's piece of every matrix: first its input, then its result
+        # The matrices that this rank owns.
         self.wholes: Pieces = {
             matrix: torch.empty(matrix.numel, device=matrix.unit.device) for matrix in round_.owned
         }
@@ -150,12 +146,12 @@ class _Exchange:
         self._task = self._driver.submit(task)
 
     def wait(self) -> None:
-        """Let the stream that computes use what was submitted last."""
+        """Let the compute stream wait for the last exchange."""
         self._task.wait()
 
 
 def _rounds_of(matrices: Sequence[Matrix]) -> Iterator[Round]:
-    """The rounds of each sharding group, one group after the other."""
+    """Yield the rounds of each sharding group, group after group."""
     by_groups: dict[ShardGroups, list[Matrix]] = {}
     for matrix in matrices:
         by_groups.setdefault(matrix.unit.groups, []).append(matrix)
@@ -164,19 +160,18 @@ def _rounds_of(matrices: Sequence[Matrix]) -> Iterator[Round]:
 
 
 def cost_of(shape: Sequence[int]) -> float:
-    """Multiplications of one Newton-Schulz step: X X', the square of that, and that times X."""
+    """Count the multiplications of a Newton-Schulz step: A = X X', A A, and their sum times X."""
     short, long = sorted(shape)
     return 2.0 * short * short * long + float(short) ** 3
 
 
 def muon_overrides() -> dict:
-    """Megatron's rule, for parameter groups: embeddings, output layers and what is not a matrix
-    have Adam."""
+    """Return Megatron's rule: embeddings, output layers and all that is no matrix have Adam."""
     return _EMERGING_OPTIMIZERS["muon"].default_param_overrides
 
 
 def _matrices_of(chunk: AsyncHZPDataParallel) -> Iterator[Matrix]:
-    """The parameters of a chunk that have Muon, those of other ranks included."""
+    """Yield the parameters of a chunk that have Muon, those of other ranks included."""
     for unit in chunk.units:
         for index, param in enumerate(unit.params):
             if unit.is_trained and not _is_nonlinear_or_embedding(param):
@@ -184,8 +179,7 @@ def _matrices_of(chunk: AsyncHZPDataParallel) -> Iterator[Matrix]:
 
 
 def _mark_matrices(chunk: AsyncHZPDataParallel) -> None:
-    """Set the attributes that Megatron's Muon looks at, as Megatron does: on projections to
-    queries, keys and values, and on the parameters of experts."""
+    """Set the attributes that Megatron's Muon reads on QKV projections and on experts."""
     qkv_split_shapes = _get_qkv_split_shapes(chunk.config)
     for name, param in chunk.named_parameters():
         marked: Any = param
@@ -203,10 +197,9 @@ def build_muon(
     fragments: Mapping[torch.nn.Parameter, torch.nn.Parameter],
     pg_collection: ProcessGroupCollection,
 ) -> tuple[list[torch.optim.Optimizer], Callable]:
-    """Muon for matrices and Adam for the rest, and the function that makes their state.
+    """Build Muon for matrices and Adam for the rest, and the function that makes their state.
 
-    param_groups: of fragments, made with muon_overrides.
-    fragments: see ShardedMuon.
+    param_groups are of fragments, made with muon_overrides; for fragments see ShardedMuon.
     """
     for chunk in model_chunks:
         _mark_matrices(chunk)

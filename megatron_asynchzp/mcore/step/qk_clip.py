@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Clips the scores of attention (--qk-clip) on shards: a row of a projection is scaled by a number
-of its head, whichever ranks hold it. Nothing is gathered.
+"""Clips the scores of attention (--qk-clip) on shards: each rank scales the rows of projections
+that it holds by the factor of their head. Nothing is gathered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,11 @@ from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _Clip = Callable[[torch.Tensor], torch.Tensor]
-"""Scales the rows of a whole weight, by what its attention has in qk_clip_balancing_eta."""
+"""Scales the rows of a whole weight by the qk_clip_balancing_eta of its attention."""
 
 
 def refuse_unknown_attention(chunks: Sequence[nn.Module]) -> None:
-    """Raise ConfigurationError, before training, for an attention that does not say which rows a
-    clip scales. chunks: all model chunks of this rank."""
+    """Raise ConfigurationError where an attention does not say which rows a clip scales."""
     for attention in _attentions(chunks):
         _weights_of(attention)
 
@@ -41,13 +40,15 @@ def _attentions(chunks: Sequence[nn.Module]) -> Iterator[Any]:
 def clip_scores(
     chunks: Sequence[nn.Module], runtimes: Sequence[HZPRuntime], log_max_only: bool
 ) -> float:
-    """Between two steps. Return the largest score of this rank's heads since the last call, on any
-    of the ranks with the same heads; unless `log_max_only`, scale the rows that made those over
-    the threshold, in the main parameters and as they compute. Collective over the world.
+    """Clip between two steps, as megatron.core.optimizer.qk_clip does. Collective over the world.
 
-    chunks, runtimes: all of this rank.
+    Args:
+        chunks: All model chunks of this rank.
+        runtimes: The engines of all chunks.
+        log_max_only: Scale no rows, neither of main parameters nor of model parameters.
 
-    Source: megatron.core.optimizer.qk_clip, and `clip_qk` of its attention modules.
+    Returns:
+        The largest score of this rank's heads since the last call, over the ranks with these heads.
     """
     largest = 0.0
     clipped: list[tuple[nn.Parameter, _Clip, Any, torch.Tensor]] = []
@@ -89,7 +90,7 @@ def _largest_scores(
 def _scale_rows(
     clipped: Sequence[tuple[nn.Parameter, _Clip, Any, torch.Tensor]], runtimes: Sequence[HZPRuntime]
 ) -> None:
-    # Ranks with other heads share experts' units: where one waits for its units, all do.
+    # Ranks with other heads share experts' units: if one rank waits for its units, all must.
     is_due = torch.tensor(float(bool(clipped)), device=runtimes[0].units[0].device)
     dist.all_reduce(is_due, dist.ReduceOp.MAX)
     if not is_due:
@@ -119,7 +120,7 @@ def _weights_of(attention: Any) -> list[tuple[nn.Parameter, _Clip]]:
 
 
 def _factors(clip: _Clip, attention: Any, scores: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return what each row is multiplied by, 1-D, fp32: heads that share keys have one score."""
+    """Return the factor of each row, 1-D, fp32. Heads that share keys have one score."""
     shares = hasattr(attention, "_clip_linear_qkv")
     groups = attention.num_query_groups_per_partition if shares else len(scores)
     limit = attention.config.qk_clip_threshold / scores.view(groups, -1).amax(1)
@@ -128,7 +129,7 @@ def _factors(clip: _Clip, attention: Any, scores: torch.Tensor, rows: int) -> to
 
 
 def _scale(unit: HZPUnit, index: int, columns: int, factors: torch.Tensor) -> None:
-    """Multiply what this rank holds of parameter number `index`, in each dtype by itself."""
+    """Scale this rank's part of parameter `index`, in the main and in the model's dtype."""
     has_main = unit.is_trained and not unit.is_main_param_aliased
     for buffer in [unit.model_param, *([unit.main_param] if has_main else [])]:
         held, values = buffer.elements_of(index)
