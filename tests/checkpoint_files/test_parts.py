@@ -190,6 +190,18 @@ def test_ranks_that_save_other_tensors_under_one_name_are_refused():
         check_plan(lambda *_: [], *saved(((0,), *half), ((0,), (0,), *half[1:])))
 
 
+@pytest.mark.parametrize("number, more", [(1, "$"), (2, ", and 1 more$"), (4, ", and 3 more$")])
+def test_of_several_tensors_with_a_fault_the_first_is_named_and_the_others_counted(number, more):
+    (plan, _), index = saved(((0,), (2,), (4,), torch.float32), ((2,), (2,), (4,), torch.float32))
+    half = index.state_dict_metadata["w"]
+    half.chunks.pop()
+    plans = [plan, SavePlan([])]
+    tensors = {f"w{place}": half for place in range(number)}
+    words = f"whole tensors: w0: its parts have 2 of 4 elements{more}"
+    with pytest.raises(ValueError, match=words):
+        check_plan(lambda *_: [], plans, Metadata(tensors))
+
+
 def seconds_for(num_ranks: int) -> float:
     """CPU time of the check and of one rank's lookup for a wide matrix cut over so many ranks."""
     rows, columns = 64, 1 << 20

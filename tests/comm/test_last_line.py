@@ -6,7 +6,7 @@ import pytest
 
 from megatron_asynchzp.failure import last_line
 from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.failure.last_line import LastLine
+from megatron_asynchzp.failure.last_line import LastLine, exit_if_main_thread_stuck
 
 FAILURE = CollectiveFailure("a gather failed")
 
@@ -45,3 +45,30 @@ def test_a_thread_adds_nothing_to_the_line_of_the_main_thread(capsys, left):
 def test_a_thread_leaves_a_process_alone_that_has_closed_its_communication(left, answers):
     LastLine().watch_main(FAILURE, lambda seconds: answers.pop(0))
     assert left == [] and answers == []
+
+
+PRINTED = "megatron_asynchzp: rank 3: a gather failed\n"
+
+
+@pytest.mark.parametrize(
+    ("places", "collective", "waits", "printed", "status"),
+    [
+        ([None], None, [], "", []),  # there is no main thread any more
+        (["a"], None, [True], "", []),  # it has raised the failure
+        (["a", "b"], None, [False], "", []),  # it has gone on
+        (["a", "a", "a"], None, [False, False], PRINTED, [last_line.EXIT_FAILURE]),
+        (["a", "a", "b"], None, [False, False], PRINTED, []),
+        (["a", "a"], "barrier", [False], PRINTED, [last_line.EXIT_FAILURE]),  # at once
+        (["a"], "barrier", [True], PRINTED, []),
+        (["a", "b"], "barrier", [False], PRINTED, []),
+    ],
+)
+def test_a_thread_ends_the_process_where_the_main_thread_stays_and_only_there(
+    capsys, left, monkeypatch, places, collective, waits, printed, status
+):
+    """places: of the main thread, each time it is looked at; waits: whether it raised meanwhile."""
+    monkeypatch.setattr(last_line, "main_thread_position", lambda: places.pop(0))
+    monkeypatch.setattr(last_line, "collective_of_main_thread", lambda: collective)
+    exit_if_main_thread_stuck(FAILURE, lambda seconds: waits.pop(0))
+    assert capsys.readouterr().err == printed and left == status
+    assert waits == [] == places

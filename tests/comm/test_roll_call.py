@@ -18,6 +18,7 @@ from megatron_asynchzp.failure import descriptors, roll_call
 from megatron_asynchzp.failure.roll_call import RollCall
 from megatron_asynchzp.failure.roll_call_result import RollCallResult
 from megatron_asynchzp.failure.standstill import Progress
+from scripts.testbed.ranks import run_ranks
 
 WORLD_SIZE = 4
 SOON_S = 20.0
@@ -351,6 +352,34 @@ def test_ranks_say_how_far_they_are_only_while_one_of_them_stands_still():
     assert await_that(is_quiet)
     for rank in ranks:
         rank.close()
+
+
+def test_a_rank_that_stands_still_beside_one_that_says_nothing_still_finds_who_is_missing():
+    """It waits for no record: that rank may have ended."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    driver = Standing("gather a")
+    driver.standing = roll_call.STANDS_STILL_S
+    counts = Counter(gather=1)
+    rank = RollCall(store.clone(), 0, 2, counts, lambda _: None, driver=driver)
+    assert await_that(lambda: driver.num_asked > 0)
+    time.sleep(0.1)
+    assert rank.find_missing("gather", 1, (0, 1)) == "no answer from rank 1"
+    rank.close()
+
+
+def ask_in_the_default_group() -> str:
+    rank, called = dist.get_rank(), threading.Event()
+    own = RollCall.of_world(Counter(gather=5), lambda _: called.set(), lambda: rank == 0)
+    assert own is not None  # gloo ranks meet at a TCP store
+    said = own.find_missing() if rank == 1 else ""
+    is_heard = rank == 1 or called.wait(SOON_S)
+    dist.barrier()
+    own.close()
+    return said if is_heard else "nobody has called"
+
+
+def test_the_ranks_of_a_run_have_a_roll_call_of_their_own():
+    assert run_ranks(ask_in_the_default_group, 2) == ["", "still writing: rank 0"]
 
 
 @pytest.mark.parametrize(

@@ -467,6 +467,11 @@ MICRO = {"train_micro_batch_size_per_gpu": 4}
 @pytest.mark.parametrize(
     "config, ranks, expected",
     [
+        ({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}, None,
+         "--micro-batch-size 1 --clip-grad 0"),
+        (MICRO | {"train_batch_size": 64}, None, "-size 4 --global-batch-size 64 "),
+        (MICRO | {"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8,
+         "-size 4 --global-batch-size 64 "),
         (MICRO | {"gradient_accumulation_steps": 8}, 16, "-size 4 --global-batch-size 512 "),
         (MICRO | {"gradient_accumulation_steps": 8}, None, "it is 4 x 8 x the data-parallel ranks"),
         ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, "--micro-batch-size 4 "),

@@ -118,6 +118,8 @@ def test_a_model_that_fits_nowhere_names_the_field_and_what_is_needed(plan, smal
     ("--cluster h100 --pictures x -- x.py", "--pictures: no such flag; the nearest is --picture"),
     ("--cluster h100 --rnaks=8 -- x.py", "--rnaks: no such flag; the nearest is --ranks"),
     ("--cluster h100 pretrain_gpt.py --bf16", "give the training command after --, as in"),
+    ("--cluster h100 --picture plan.jpg -- x.py", "plan.jpg: name a .png file"),
+    ("--cluster h100 --trace plan -- x.py", "plan: name a .json file"),
     ("--cluster h100 --rows 0 -- x.py", "--rows 0: give a number of at least 1"),
     ("--cluster H100 -- mine.py --bf16", "mine.py: no such script"),
     ("--cluster h100 -- pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8",

@@ -12,15 +12,18 @@ from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.contenders import (
     CONTENDERS,
+    DISTRIBUTED_OPTIMIZER,
     FSDP2_HSDP,
     GTP,
     MEGATRON_HFSDP,
     MEGATRON_HSDP,
+    PLAIN_DATA_PARALLELISM,
     Contender,
 )
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Batch, Parallel
 from megatron_asynchzp.planner.plan import Plan
+from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.search import search
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -57,6 +60,33 @@ def test_a_sum_over_replicas_in_each_backward_costs_what_it_sends():
         for of in (FSDP2_HSDP, MEGATRON_HSDP)
     }
     assert steps[FSDP2_HSDP][1] > 1.2 * steps[MEGATRON_HSDP][1]
+
+
+def test_plain_data_parallelism_and_the_distributed_optimizer_send_what_they_are_known_to():
+    """Of n bytes in bf16 and 2 n in fp32 over R ranks: an all-reduce of the gradients, or
+    reduce-scatter and all-gather, (R - 1) / R of each turn."""
+    cluster = slow(4, 10.0).with_ranks(4 * 8)
+    ranks, units = cluster.num_ranks, MODEL.units
+    for of, fp32, bf16 in ((PLAIN_DATA_PARALLELISM, 2, 0), (DISTRIBUTED_OPTIMIZER, 1, 1)):
+        assert of.numbers(ranks, 8) == ((1, 1, 1) if not bf16 else (1, 1, ranks))
+        one = costing(of, cluster, 1)
+        sent = sum(
+            each.wire_nbytes
+            for unit in units
+            for kind in (REDUCE, GRAD_SYNC, PARAM_SYNC)
+            for each in one.collectives(kind, unit)
+        )
+        whole = sum(map(one.padded, units)) * (4 * fp32 + 2 * bf16)
+        assert sent == pytest.approx(whole * (ranks - 1) / ranks, rel=1e-6)
+
+
+def test_what_is_summed_in_each_backward_is_sent_with_its_reduction_over_two_ranks_too():
+    cluster = slow(4, 10.0)
+    plan = Plan(ShardSizes(1, 2, 8), Parallel(), Batch(1, 4096, 2))
+    once, each = (Costing(MODEL, replace(plan, sums_each=on), cluster) for on in (False, True))
+    for unit in MODEL.units:
+        later = once.collectives(REDUCE, unit) + once.collectives(GRAD_SYNC, unit)
+        assert each.collectives(REDUCE, unit) == later and each.collectives(GRAD_SYNC, unit) == []
 
 
 def test_who_loses_nothing_is_told_to_stay_and_who_gains_is_not():

@@ -298,9 +298,11 @@ class RecordingDevice:
             return FinishedLater(self, dict(self._clock(group.name)))
 
     def _all_gather(self, full, shard, group, async_op):
+        assert async_op  # or the thread that issues it would wait for the others
         return self._issue("all-gather", group, shard, full)
 
     def _reduce_scatter(self, shard, full, group, async_op):
+        assert async_op
         return self._issue("reduce-scatter", group, full, shard)
 
     def _all_reduce(self, tensor, op=None, group=None, async_op=False):

@@ -4,6 +4,7 @@
 the step has ended."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.zero.early_sends import EarlySends
 from megatron_asynchzp.zero.sent_check import SentCheck
 
 BETWEEN, IN_USE = "u1: the values of the optimizer's parameters", "u1: its parameters were written"
@@ -23,31 +25,33 @@ class AheadDevice(CpuDevice):
     runs_ahead = True
 
 
-class Unit:
-    """Its parameters were written to, or not."""
+def new_unit(name: str, is_written: bool) -> Any:
+    """A trained unit that is in use, whose parameters were written to or not."""
 
-    def __init__(self, name: str, is_written: bool):
-        self.name, self.device, self._is_written = name, torch.device("cpu"), is_written
+    def was_written() -> torch.Tensor:
+        return torch.tensor(is_written)
 
-    def was_written(self) -> torch.Tensor:
-        return torch.tensor(self._is_written)
-
-    was_written_in_use = was_written
+    record = mock.Mock(was_written=was_written, was_written_in_use=was_written)
+    unit = mock.Mock(sent_record=record, device=torch.device("cpu"), is_main_param_away=False)
+    unit.name = name
+    unit.groups.topology.world_size = 2
+    return unit
 
 
 def check_after(uses: list[str]) -> SentCheck:
     """A comparison after these uses of its second unit: each finds nothing, or a write."""
     driver = start_driver(ScheduleConfig("inline"), AheadDevice())
-    units: list[Any] = [Unit("u0", False), Unit("u1", True), Unit("u2", True)]
-    check = SentCheck(units, driver, ())
+    units = [new_unit("u0", False), new_unit("u1", True), new_unit("u2", True)]
+    check = SentCheck(units, driver, (), EarlySends(), lambda unit: None)
+    check.enable_write_checks(lambda: None)
     for use in uses:
         if use == "between":
-            check.refuse_write(units[1])
+            check.check_unwritten(units[1])
         elif use == "in use":
-            check.refuse_write_in_use(units[1])
+            check.check_unwritten_in_use(units[1])
         else:
-            check.refuse_write(units[0])
-            check.refuse_write_in_use(units[0])
+            check.check_unwritten(units[0])
+            check.check_unwritten_in_use(units[0])
     return check
 
 
@@ -73,3 +77,8 @@ def test_of_two_uses_that_find_a_write_the_first_is_named(uses, named):
     with pytest.raises(ConfigurationError) as refused:
         check.send_answers()
     assert str(refused.value).startswith(named)
+
+
+def test_a_write_of_the_last_step_is_named_before_anything_is_saved():
+    with pytest.raises(ConfigurationError, match="u1: the values of the optimizer's parameters"):
+        check_after(["between"]).settle()
