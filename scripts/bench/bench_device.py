@@ -46,7 +46,7 @@ class Cluster:
         return self.ranks_per_node, self.ranks_per_node, self.nodes * self.ranks_per_node
 
     def sizes_of(self, contender: str) -> tuple[int, int, int]:
-        """Beside tensor parallelism in a node all are sharded over the nodes."""
+        """Return the sizes; with tensor parallelism in a node they are the number of nodes."""
         return (self.nodes, self.nodes, self.nodes) if contender == BESIDE_TP else self.sizes
 
     def network(self, size: ModelSize, comm: float) -> NetworkProfile:

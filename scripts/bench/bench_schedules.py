@@ -44,7 +44,7 @@ LOSS_STEPS = 3  # compared between contenders; they also warm up
 
 @dataclass(frozen=True)
 class Settings:
-    """One cluster and what is measured on it."""
+    """One cluster and its measurements."""
 
     nodes: int
     profile: NetworkProfile
@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """Of one contender on one rank, gathered to the whole by `_over_ranks`.
+    """A contender's result on a rank, which `_over_ranks` gathers to the whole.
 
     step_ms: one value per repetition; node_nbytes: left the fullest node, per step; busy_ms: of
     all lanes of this rank, per step; losses: of the first steps, mean over ranks.

@@ -35,7 +35,7 @@ from scripts.testbed.ranks import Cluster
 
 @dataclass(frozen=True)
 class Study:
-    """One cluster, one network, one workload, and who runs in each repetition."""
+    """A cluster, a network, a workload, and the contenders of each repetition."""
 
     cluster: Cluster
     workload: Workload

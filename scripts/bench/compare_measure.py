@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One run of one contender on an emulated cluster, and the record of the machine beside it."""
+"""Runs a contender on an emulated cluster, and records the load of the machine meanwhile."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from scripts.testbed.contenders.workload import RankReport, Workload
 from scripts.testbed.cpu_usage import foreign_share
 from scripts.testbed.ranks import Cluster, RankFailure, preload
 
-RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
+RUN_LIMIT_S = 120.0  # a contender's run takes about 15 on an idle machine
 
 
 def prepare_environment() -> None:

@@ -45,7 +45,7 @@ from scripts.testbed.machine import machine_record
 
 ROWS = Path(__file__).parent / "published_rows"
 _HALVINGS = 12
-_FITS = 8  # fixed-point iterations; a step is all but proportional to what is fitted
+_FITS = 8  # fixed-point iterations; a step is almost proportional to the fitted constant
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def model_of(has: Mapping[str, Any]) -> Model:
 
 
 def _points_of(series: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One by one, or as rows under `columns`, of which the first is fitted."""
+    """Yield points given singly, or as rows under `columns`, the first of which is fitted."""
     rows = [dict(zip(series["columns"], row, strict=True)) for row in series.get("rows", [])]
     return series.get("points", []) + [
         row | {"fit": index == 0, "name": _row_name(row)} for index, row in enumerate(rows)
@@ -154,7 +154,7 @@ def points(file: Path) -> Iterator[PublishedPoint]:
 
 
 def fitted_efficiency(fits: list[PublishedPoint], attention: float = 0.0) -> float:
-    """For which the mean of what is predicted for `fits` is that of what was measured."""
+    """Return the constant for which predicted and measured `fits` have the same mean."""
     efficiency, wanted = 0.5, statistics.mean(point.entries["value"] for point in fits)
     for _ in range(_FITS):
         found = statistics.mean(point.predicted(efficiency, attention) for point in fits)
@@ -163,7 +163,7 @@ def fitted_efficiency(fits: list[PublishedPoint], attention: float = 0.0) -> flo
 
 
 def fitted_attention(fits: list[PublishedPoint], on: PublishedPoint) -> float:
-    """For which the point `on` of long sequences is as it was measured, beside `fits`."""
+    """Return the constants for which the point `on` of long sequences and `fits` hold."""
     low, high = 0.01 * on.cluster.device.tflops, on.cluster.device.tflops
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -213,7 +213,7 @@ def errors_of(file: Path) -> list[dict]:
 
 
 def pairs_of(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
-    """Return pairs of alternatives of which one was measured to be more than 3% faster.
+    """Return pairs of alternatives whose measured speeds differ by more than 3%.
 
     Both have the same model, number of ranks and length of sequences, and not both are fitted. A
     pair has both names, and whether the faster one is predicted to be faster.
@@ -234,7 +234,7 @@ _APART = 0.03
 
 
 def summary(file: Path, lines: list[dict]) -> dict:
-    """Mean and worst error of what was predicted, against the bounds of the file."""
+    """Compare the mean and worst error of predicted points with the bounds of the file."""
     rows = tomllib.loads(file.read_text())
     errors = [abs(line["error"]) for line in lines if not line["fitted"]]
     mean, worst = statistics.mean(errors), max(errors)

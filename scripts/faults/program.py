@@ -82,7 +82,7 @@ class _Model(nn.Module):
 
 
 def complete_checkpoints(folder: Path) -> list[int]:
-    """Steps of which `folder` has a whole checkpoint: torch writes its metadata last."""
+    """Return the steps with a whole checkpoint in `folder`: torch writes its metadata last."""
     return sorted(int(path.parent.name) for path in folder.glob("*/.metadata"))
 
 

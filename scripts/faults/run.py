@@ -16,7 +16,7 @@ from scripts.faults.verdict import Ended, Outcome, ran_on
 from scripts.faults.worlds import World, world_of
 from scripts.testbed.links import Links
 
-_START_S = 90.0  # until a moment is reached, and for a run that nobody disturbs
+_START_S = 90.0  # until a moment is reached, and for an undisturbed run
 _AMPLE_LIMIT_S = 60.0
 _STOPPED_LONGER_S = 5.0
 _ENDS_S = 25.0  # beyond the limit: more than a rank may take

@@ -52,7 +52,7 @@ class World:
         return about | ({"FAULT_MOMENT": moment} if moment else {})
 
     def has_ended(self) -> bool:
-        """Whether all processes have; notes who has."""
+        """Return whether all processes have ended, and note those that have."""
         for pid, status in _reaped():
             for rank in [rank for rank, known in self.pids.items() if known == pid]:
                 self.ended[rank] = status, time.monotonic()
@@ -76,7 +76,7 @@ class World:
         self.signal(self.cell.dead, signal.SIGKILL)
 
     def left(self) -> list[str]:
-        """Command lines of processes in these namespaces beside this one."""
+        """Return the command lines of the other processes in these namespaces."""
         own = os.getpid()
         found = {pid: words_of(pid) for pid in all_pids() if pid != own and is_alive(pid)}
         return [words for words in found.values() if words]

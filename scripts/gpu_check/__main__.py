@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str], checks: Sequence[Check]) -> argparse.Na
 
 
 def run_check(check: Check, target: Target, limit_s: float) -> Outcome:
-    """The outcome of one check, in a process of its own that is ended after `limit_s` seconds."""
+    """Run a check in a process of its own, which ends after `limit_s` seconds."""
     try:
         check.need(target)
     except CheckSkipped as skipped:

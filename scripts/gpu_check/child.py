@@ -23,7 +23,7 @@ from scripts.gpu_check.outcome import (
 
 
 def run(name: str, module: str, target: Target, options: list[int]) -> Outcome:
-    """The outcome of one check; an error that it did not foresee is a failure."""
+    """Run a check; an error that it did not foresee is a failure."""
     start_s = time.monotonic()
     try:
         figures = importlib.import_module(module).run(target, *options)

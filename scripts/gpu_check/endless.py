@@ -38,5 +38,5 @@ def run(target: Target, schedules: Sequence[str] = ON_STREAMS) -> dict[str, Any]
         if len(own) != 1 or f"after {LIMIT_S:g} s" not in own[0]:
             raise CheckFailed(f"{schedule}: printed {own or 'no line of ours'}", figures)
         if any(line.startswith("Traceback") for line in ended.lines):
-            raise CheckFailed(f"{schedule}: printed a traceback beside its line", figures)
+            raise CheckFailed(f"{schedule}: printed a traceback with its line", figures)
     return figures

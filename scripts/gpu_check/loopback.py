@@ -93,7 +93,7 @@ def train_both(case: Case, shape: ToyShape, device: torch.device, rank: int) -> 
 
 
 def first_difference(pairs: Sequence[Pair]) -> str | None:
-    """Compares on the host, so it waits for everything; None where all bits are equal."""
+    """Return the first difference, or None if all bits are equal; the host waits for all."""
     for what, found, true in pairs:
         if not torch.equal(found, true):
             error = (found - true).abs().max().item()

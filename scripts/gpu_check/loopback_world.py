@@ -3,8 +3,8 @@
 """A world in one process: it is one rank, and all other ranks are taken to hold the same data.
 
 So the sum over n ranks is n times this rank's tensor, which is exact for a power of two, and what
-the others hold of a parameter is known from a plain process that trains beside this one. What a
-collective results in is computed beside the training, after a random delay, and then written: on a
+the others hold of a parameter is known from a plain process that trains meanwhile. What a
+collective results in is computed during the training, after a random delay, and then written: on a
 GPU by NCCL (on an NPU by HCCL), which gets a communicator of one rank for each of this world; on a
 CPU by a thread.
 """
@@ -174,7 +174,7 @@ class LoopbackGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
 
 
-# ---- what runs beside the computation
+# ---- collectives during the computation
 
 
 class _StreamLane:

@@ -4,7 +4,7 @@
 
 What only a GPU shows: that the real kernels make the same codes of a weight whenever it is
 gathered, in forward and again in backward, and, with two GPUs, of one that travelled as codes; and
-what a step costs beside stock's, which keeps its codes. The stand-in on a CPU has the grid of each
+the cost of a step and of stock's, which keeps its codes. The stand-in on a CPU has the grid of each
 format, but computes products in fp32 and runs no kernel.
 """
 

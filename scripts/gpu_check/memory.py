@@ -27,7 +27,7 @@ _TIME_LIMIT_S, _FORGET_S = 5.0, 1.2
 
 
 def live(device: torch.device) -> dict[str, int]:
-    """What is alive now, once all that was issued is done."""
+    """Return the live memory and objects, once all issued work is done."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     if module is not None:
         module.synchronize(device)
@@ -45,7 +45,7 @@ def live(device: torch.device) -> dict[str, int]:
 
 
 def growth(trainer: LoopbackTrainer, act: Callable[[], Any], times: int) -> dict[str, int]:
-    """By how much what is alive grows while `act()` runs, after the first tenth of the times."""
+    """Return the growth of live memory while `act()` runs, after the first tenth of the times."""
 
     def count() -> dict[str, int]:
         trainer.runtime.settle()

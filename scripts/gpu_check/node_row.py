@@ -11,7 +11,7 @@ from scripts.report.megatron_log import Iteration, parse_log
 
 RANKS, STEPS, SKIPPED_STEPS = 8, 10, 3
 STOCK, OURS = "node-9b-nd", "node-9b-hzp"
-# Name of a run: its row and what is set for it.
+# Name of a run: its row and its settings.
 RUNS: dict[str, tuple[str, dict[str, str]]] = {
     "stock": (STOCK, {}),
     "ours": (OURS, {}),

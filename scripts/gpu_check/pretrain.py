@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check: pretrain_gpt in bf16 on one rank, with the real communication library, beside stock."""
+"""Checks pretrain_gpt in bf16 on one rank against stock, with the real communication library."""
 
 import shutil
 from typing import Any
@@ -12,7 +12,7 @@ from scripts.testbed.megatron_flags import size_flags
 STEPS, SAVED_STEP, MICRO_BATCHES = 12, 6, 2
 # Rounding to bf16 flips bits, and training amplifies that.
 LOSS_TOLERANCE, FIRST_LOSS_TOLERANCE = 5e-3, 1e-5
-# One rank has nobody to communicate with: a step may not take much longer than stock's.
+# One rank communicates with no other: a step may not take much longer than stock's.
 MOST_RATIO = 1.25
 # Implicit waits of the host per step beyond stock's.
 WAIT_BUDGET = 0

@@ -53,7 +53,7 @@ def by_verdict(lines: Sequence[dict]) -> str:
 
 
 def lost(lines: Sequence[dict]) -> str:
-    """What is switched off, and in how many."""
+    """List the arguments that are switched off, with the number of recipes."""
     names = Counter(name for line in lines for name in line["lost"])
     return ", ".join(f"`{name}` {count}" for name, count in names.most_common())
 

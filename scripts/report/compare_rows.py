@@ -121,7 +121,7 @@ def _comparison(records: Sequence[dict]) -> Comparison:
 
 
 def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
-    """What all repetitions of one contender amount to. reference: the losses to have."""
+    """Summarise all repetitions of a contender. reference: the losses to have."""
     first = runs[0]
     done = [run for run in runs if not run["reason"]]
     if not done:

@@ -65,7 +65,7 @@ def compare_ahead(network: str, slower: str, faster: str) -> str:
 
 
 def compare_holds(network: str, contender: str, other: str, memory: str) -> str:
-    """What `contender` holds beside `other`, at "rest" or "peak": "7% more" or "7% less"."""
+    """Return e.g. "7% more": what `contender` holds against `other`, at "rest" or "peak"."""
     of = {"rest": compare_table.state_of, "peak": compare_table.peak_of}[memory]
     more = of(_row(network, contender)) / of(_row(network, other)) - 1
     return f"{100 * abs(more):.0f}% {'more' if more >= 0 else 'less'}"

@@ -56,7 +56,7 @@ RECORDED = {
 
 
 class Table(NamedTuple):
-    """markdown(lines): the table, of what the record measured."""
+    """A table. markdown(lines) makes it of a record's lines."""
 
     record: str
     markdown: Callable[[list[dict]], str]
@@ -155,7 +155,7 @@ def _on(network: str, lines: list[dict]) -> Comparison:
 
 
 def _on_networks(lines: list[dict]) -> str:
-    """What was measured without a network beside its step on each network."""
+    """Compare steps without a network with those on each network."""
     return compare_table.networks_table(_on(NO_NETWORK, lines), comparisons(lines))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-# What is published is made from the records of this folder.
+# Tables and pictures are made from the records of this folder.
 FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 # The records that documents have places for. A place of one that has not been made yet shows that.
 EXPECTED = {

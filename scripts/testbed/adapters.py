@@ -5,7 +5,7 @@
 A wrapper has `to_wrap` and `adapter`, whose `linear_in` and `linear_out` are Megatron's parallel
 layers, and a base that is frozen by name.
 
-A checkpoint has the base under its own keys, without `to_wrap`, and beside each
+A checkpoint has the base under its own keys, without `to_wrap`, and with each
 `<linear>.adapter.linear_in.weight` and `<linear>.adapter.linear_out.weight`, as theirs do.
 """
 

@@ -18,7 +18,7 @@ _GRACE_S = 5.0  # for what a rank does at Ctrl-C
 
 
 class RankCommand(NamedTuple):
-    """What one rank runs, with variables beside those of this process."""
+    """The command of a rank, with variables in addition to those of this process."""
 
     argv: Sequence[str]
     env: Mapping[str, str]

@@ -24,7 +24,7 @@ class LinksError(RuntimeError):
 
 
 def unavailable() -> str | None:
-    """Why namespaces cannot be used on this machine; None where they can."""
+    """Say why namespaces cannot be used on this machine; None if they can."""
     for tool in _TOOLS:
         if shutil.which(tool) is None:
             return f"{tool} is not installed (iproute2, util-linux, procps)"

@@ -376,7 +376,7 @@ def _step_record(gathered: dict[str, Any]) -> StepRecord:
 
 
 def _more_losses() -> dict[str, tuple[float, ...]]:
-    """What Megatron keeps of a step beside the loss, before it is reduced and logged."""
+    """The values of a step that Megatron keeps with the loss, before it reduces and logs them."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

@@ -34,7 +34,7 @@ _RANKS_PER_NODE = 8
 # parts in an assignment of its own, which a list of flags may have lost.
 _CAPTURED_BESIDE_EXPERTS = ["--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"]
 # On a command line this switches offloading on. NVIDIA's configurations do that by an assignment of
-# its own, which their recipes with graphs don't have: Megatron takes no graphs beside offloading.
+# its own, which their recipes with graphs don't have: Megatron takes no graphs with offloading.
 _LAYERS_OFFLOADED = "--cpu-offloading-num-layers"
 # The other writer is a package that need not be installed here.
 _WRITER = ["--async-strategy", "mcore"]
@@ -105,7 +105,7 @@ def _shape_for(flags: list[str], stages: int) -> list[str]:
         words += ["--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"]
         words += ["--disable-bias-linear"]
         if tensor > 1:
-            words += ["--sequence-parallel"]  # which Megatron wants beside experts
+            words += ["--sequence-parallel"]  # which Megatron wants with experts
         if "--expert-tensor-parallel-size" not in flags:
             words += ["--expert-tensor-parallel-size", "1"]  # as NVIDIA's recipes have it
     if any("mla" in word for word in flags):
@@ -205,7 +205,7 @@ def _verdict(verdict: Verdict) -> str:
 
 
 def as_record(verdict: Verdict) -> dict:
-    """One line of the record. stock, ours: who refuses the case, and why; None where it starts."""
+    """Return the record's line. stock, ours: None if it starts, else the refusing flag and why."""
     path = verdict.case.path
     words = path.parts[-3:-1] if path.suffix == ".yaml" else path.parts[-2:]
     line: dict = {"kind": "case", "case": verdict.case.name or "/".join(words)}

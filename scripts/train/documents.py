@@ -99,7 +99,7 @@ def _read_file(path: Path, column: str, limit: int | None) -> Iterator[tuple[str
 
 
 def _kind_of(file: BinaryIO) -> str | None:
-    """What is no text in a file, or None. Passes over the mark of UTF-8."""
+    """Name the kind of a file that is no text, or None; pass over the mark of UTF-8."""
     file.seek(0)
     head = file.read(_HEAD)
     file.seek(len(_UTF8_MARK) if head.startswith(_UTF8_MARK) else 0)

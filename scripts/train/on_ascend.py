@@ -65,7 +65,7 @@ def refuse_cuda_build(torch_folder: Path) -> None:
     )
     if found:
         sys.exit(
-            f"on_ascend: this torch is the build for CUDA {found[1]}, beside which torch_npu "
+            f"on_ascend: this torch is the build for CUDA {found[1]}, with which torch_npu "
             "aborts; install torch's CPU build of the same version (pip install torch==VERSION "
             "--index-url https://download.pytorch.org/whl/cpu)"
         )

@@ -109,7 +109,7 @@ class Row:
 
     @property
     def notes(self) -> list[str]:
-        """Where the numbers come from, and what is assumed, one line each."""
+        """Return the sources of the numbers and the assumptions, one line each."""
         model = _TABLES["models"][self.model]
         assumed = [_TABLES["common"]["assumed"], model["assumed"], self.assumed]
         return [f"from: {model['source']}", *(f"assumed: {line}" for line in assumed if line)]

@@ -56,7 +56,7 @@ def new_model(seed: int) -> nn.Sequential:
 
 
 class Bridge:
-    """A way between the trainer ranks that receive and the workers, beside every process group.
+    """A way between the trainer ranks that receive and the workers, outside every process group.
 
     place: a receiving rank r has r, worker w has num_workers + w.
     """
@@ -68,7 +68,7 @@ class Bridge:
         self._other = (place + num_workers) % (2 * num_workers)
 
     def send(self, message: object, *tensors: torch.Tensor) -> None:
-        """A message, with what is needed to receive `tensors`, and these."""
+        """Send a message that describes `tensors`, and then these."""
         header = pickle.dumps((message, [(one.shape, one.dtype) for one in tensors]))
         self._send(torch.tensor([len(header)]))
         self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))

@@ -12,7 +12,7 @@ import torch
 
 
 class Delay(torch.autograd.Function):
-    """Forward `seconds`, backward `backward_s` or twice that, each beside small real arithmetic.
+    """Forward `seconds`, backward `backward_s` or twice that, each with small real arithmetic.
 
     The output is no view of the input: pipeline stages free what they have sent, which Megatron
     refuses to do to a view.

@@ -24,7 +24,7 @@ from scripts.testbed.compiler import CompileError, compiled_once, find_compiler,
 _HERE = Path(__file__).parent
 OPERATIONS = _HERE / "operations.cpp"
 _WHEELS = ("torch", "nvidia-cuda-runtime", "nvidia-nccl-cu13", "triton")
-# As libcuda, so that what is linked against the driver finds it loaded.
+# As libcuda, so that libraries that are linked against the driver find it loaded.
 SONAME = "-Wl,-soname,libcuda.so.1"
 LINK = ("-shared", "-Wl,-Bsymbolic", "-lpthread", "-lrt", "-ldl")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
@@ -64,7 +64,7 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def digest(compiler: str, wheels: Iterable[str], sources: Iterable[Path]) -> str:
-    """Of what a library is made of. wheels: names of distributions."""
+    """The sources of a library. wheels: names of distributions."""
     compiled_by = _output([compiler, "--version"]).splitlines()[0]
     parts = [compiled_by, *(f"{name} {version(name)}" for name in wheels)]
     text = "\n".join([*parts, *(path.read_text() for path in sources)])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 LAWS = ("none", "uniform", "slow-stream", "slow-rank", "on-demand")
 """none: at once; uniform: each kernel by up to longest_us; slow-stream: all of one stream by
-longest_us; slow-rank: all of one rank; on-demand: nothing runs until somebody waits for it."""
+longest_us; slow-rank: all of one rank; on-demand: nothing runs until a thread waits for it."""
 
 
 @dataclass(frozen=True)

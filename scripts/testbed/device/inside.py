@@ -115,7 +115,7 @@ def ran() -> Ran:
 
 
 def unordered(run: Callable[[], object]) -> list[str]:
-    """Of what `run` does, the accesses that nothing orders: the lines that else end the process."""
+    """Return the accesses of `run` that nothing orders: the lines that else end the process."""
     _runtime.asynchzp_device_watch(_NOTES)
     try:
         run()

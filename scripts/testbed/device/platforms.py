@@ -7,7 +7,7 @@ from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.npu import build as npu_build
 
 PLATFORMS = {"cuda": build, "npu": npu_build}
-"""Torch's own CUDA, or torch_npu over ACL and HCCL; who builds what is below them."""
+"""Torch's own CUDA, or torch_npu over ACL and HCCL; each builds the layers below it."""
 
 
 def environment(

@@ -94,7 +94,7 @@ class DeviceWorlds:
 
 
 def serve(requests: Connection, preload: Sequence[str]) -> None:
-    """Run what is asked for, until the other end is closed."""
+    """Serve requests until the other end is closed."""
     from scripts.testbed import ranks
 
     end_with_starter()

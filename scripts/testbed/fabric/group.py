@@ -72,7 +72,7 @@ class LaneGroup(dist.ProcessGroup):
     def _submit(
         self, kind: str, detail: str, results: list, run: Callable[[Link], None]
     ) -> FabricWork:
-        """Queue a collective. `detail`: what must be equal on all ranks beside the kind."""
+        """Queue a collective. `detail` and the kind must be equal on all ranks."""
         with self._mutex:  # numbers in the order of the queue
             self._num_submitted += 1
             label = f"{kind} #{self._num_submitted} {detail}"
@@ -168,5 +168,5 @@ class LaneGroup(dist.ProcessGroup):
         self._wire.close()
 
     def abort(self) -> None:
-        """End the connections at once: what is in flight fails."""
+        """End the connections at once: operations in flight fail."""
         self._fail(FabricError("the group was aborted"))

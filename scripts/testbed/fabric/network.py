@@ -23,7 +23,7 @@ class Network:
         self._clocks: NicClocks | None = None
 
     def clocks(self, store: Store) -> NicClocks | None:
-        """The clocks of the run, from its first group on; None where nothing is modelled."""
+        """The clocks of the run, from its first group on, or None if nothing is modelled."""
         with self._mutex:
             if self._clocks is None and self.profile.is_modelled:
                 self._clocks = NicClocks.shared(self.profile, store)

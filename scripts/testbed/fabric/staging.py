@@ -35,7 +35,7 @@ def staged_all(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between tensors of which one may be the other's memory."""
+    """Copy between tensors that may share memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
 

@@ -198,7 +198,7 @@ class Wire:
             )
 
     def close(self) -> None:
-        """End all connections: what is in flight fails, here and at the peers, at once."""
+        """End all connections: operations in flight fail, here and at the peers, at once."""
         for link in self._sockets.values():
             try:
                 link.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls; close would not

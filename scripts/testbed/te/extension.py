@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 class _Names(type):
-    """An enumeration with every name that is asked for, whose numbers nobody reads."""
+    """An enumeration with every name that is asked for, whose numbers are never read."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -628,7 +628,7 @@ def multi_tensor_adam_param_remainder(chunk, noop, lists, *settings):
 
 
 def multi_tensor_scale(chunk, noop, lists, scale):
-    """lists: what is scaled, and where to. noop is set where a result is not finite."""
+    """Scale. lists: sources and targets. noop is set if a result is not finite."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source.float() * scale)
         noop.copy_(torch.maximum(noop, (~torch.isfinite(target).all()).to(noop.dtype)))
