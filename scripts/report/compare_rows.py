@@ -59,7 +59,6 @@ class Comparison:
     ranks_per_node: int
     profile: dict
     workload: dict
-    calibration: dict | None
     rows: tuple[Row, ...]
 
     @property
@@ -111,12 +110,7 @@ def _comparison(records: Sequence[dict]) -> Comparison:
     rows = [row_of(of_one, reference) for of_one in runs.values()]
     rows.sort(key=lambda row: row.median_ms if row.is_timed else float("inf"))
     return Comparison(
-        first["nodes"],
-        first["ranks_per_node"],
-        first["profile"],
-        first["workload"],
-        next((record for record in records[::-1] if record["kind"] == "calibration"), None),
-        tuple(rows),
+        first["nodes"], first["ranks_per_node"], first["profile"], first["workload"], tuple(rows)
     )
 
 

@@ -88,20 +88,6 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def calibration_table(found: Sequence[Comparison]) -> str:
-    """How long computing and communicating alone take on each network."""
-    head = ["network", "Gbit/s between nodes, inside", "computing alone, ms"]
-    head += ["communicating alone, ms: flat", "hierarchical"]
-    rows = []
-    for one in found:
-        if (it := one.calibration) is not None:
-            speeds = (one.profile[key] for key in ("inter_gbit", "intra_gbit"))
-            gbit = ", ".join(f"{speed:g}" for speed in speeds) if one.has_network else "none"
-            times = [f"{it[key]:.0f}" for key in ("compute_ms", "flat_ms", "hierarchical_ms")]
-            rows.append([one.profile["name"], gbit, *times])
-    return markdown_table(head, rows)
-
-
 def measured_table(comparison: Comparison) -> str:
     """Every row with times, the fastest first."""
     head = ["contender", "step ms", "min", "max", "MB off node", "MB between steps", "MB at peak"]

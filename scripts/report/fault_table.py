@@ -28,7 +28,7 @@ def _slowest_over(cells: Sequence[dict]) -> str:
     return ", ".join(parts)
 
 
-def ends(lines: Sequence[dict], program: str, is_explained: bool = True) -> str:
+def ends(lines: Sequence[dict], program: str) -> str:
     """Write a row for each fault: cells, lines, names of the missing, runs that went on."""
     rows = []
     for fault in FAULTS:
@@ -41,7 +41,7 @@ def ends(lines: Sequence[dict], program: str, is_explained: bool = True) -> str:
         went_on = sum(map(_went_on, reached))
         rows.append(
             [
-                f"{fault}: {FAULTS[fault]}" if is_explained else fault,
+                f"{fault}: {FAULTS[fault]}",
                 str(len(here)),
                 str(printed),
                 f"{sum(asked)} of {len(asked)}" if asked else "",

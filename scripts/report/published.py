@@ -163,9 +163,6 @@ TABLES: dict[str, Table] = {
     "schedules": Table("schedules", schedule_grid.markdown),
     "device schedules": Table("device_schedules", device_table.device_table),
     "compare": Table("compare", compare_table.markdown),
-    "compare calibrations": Table(
-        "compare", lambda lines: compare_table.calibration_table(comparisons(lines))
-    ),
     "compare networks": Table("compare", _on_networks),
     "compare pipelines slow-between-nodes": Table(
         "compare_pipelines",
@@ -179,9 +176,6 @@ TABLES: dict[str, Table] = {
     "recipes": Table("recipes", census_table.by_hardware),
     "recipes verdicts": Table("recipes", census_table.by_verdict),
     "faults lines": Table("faults", lambda lines: fault_table.ends(lines, "library")),
-    "faults megatron lines": Table(
-        "faults", lambda lines: fault_table.ends(lines, "megatron", False)
-    ),
 }
 
 
