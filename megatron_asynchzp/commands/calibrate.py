@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the links and the computing of the machines it runs on, and writes a cluster file for
-the planner:
+"""Measures links and computing where it runs, and writes a cluster file for the planner.
 
     torchrun --nnodes 2 --nproc-per-node 8 [...] -m megatron_asynchzp.commands.calibrate \\
         --tflops 989 --memory-gib 80 --output mine.toml
@@ -21,6 +20,7 @@ _SIZES = (2**16, 2**20, 2**24, 2**28)  # bytes of the whole tensor
 
 
 def main(argv: list[str]) -> int:
+    """Measure, and write the file on rank 0."""
     parser = OneLineParser(
         prog="asynchzp calibrate",
         description=__doc__,

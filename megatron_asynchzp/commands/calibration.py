@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how links and computing are measured: all-gathers of several sizes within each node and
-between the nodes, and a product of matrices; the median of several repetitions, of the slowest
-rank.
+"""Owns how links and computing are measured: all-gathers of several sizes, and a matrix product.
+
+All-gathers run within each node and between nodes. A time is the median of several repetitions, of
+the slowest rank.
 """
 
 import statistics
@@ -21,12 +22,13 @@ _MATRIX, _CPU_MATRIX = 8192, 512
 
 
 class _Clock:
-    """Seconds of one call on every rank: the slowest one's, the median of several."""
+    """The clock of one call on every rank."""
 
     def __init__(self, device: torch.device, repetitions: int):
         self._device, self._repetitions = device, repetitions
 
     def seconds(self, run: Callable[[], object]) -> float:
+        """Return the median over repetitions of the slowest rank's seconds."""
         run()  # communicators and kernels are made in the first call
         found: list[float] = []
         for _ in range(self._repetitions):
@@ -46,11 +48,15 @@ class _Clock:
 
 
 def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) -> Link:
-    """`link` with latency, speed and efficiency as `times` have them: (bytes of the whole tensor,
-    seconds) of all-gathers along `ring`, smallest first, all such rings at the same time.
+    """Fit latency, speed and efficiency of `link` to measured all-gathers along `ring`.
 
-    The smallest one is taken as latency alone; what is left of the others' time is transfer. It is
-    the inverse of `Ring.turn`, where ranks that share a link fill each other's latencies.
+    This inverts `Ring.turn`: the smallest all-gather is latency alone, the rest of the others' time
+    is transfer, and ranks that share a link fill each other's latencies.
+
+    Args:
+        link: The link, with its cards and whether ranks share it.
+        ring: The ring of the all-gathers; all such rings ran at the same time.
+        times: (bytes of the whole tensor, seconds), smallest first.
     """
     hops = ring.size - 1
     latency_s = times[0][1] / hops
@@ -82,7 +88,6 @@ def _gather_times(
 
 
 def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Every rank makes every group, in one order."""
     made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
     own = next(group for ranks, group in made.items() if rank in ranks)
     return cast(dist.ProcessGroup, own)  # anything else is of groups without this rank
@@ -91,11 +96,16 @@ def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 def calibrate(
     cluster: Cluster, sizes: Sequence[int], repetitions: int = 5, device: torch.device | None = None
 ) -> Cluster:
-    """`cluster` with what was measured. Collective over the world, which fills its nodes. With an
-    efficiency above 1 where the device does more than its stated peak.
+    """Return `cluster` with measured links and computing. Collective over the whole world.
 
-    sizes: bytes of the whole tensor, smallest first.
-    device: what computes; None for the accelerator, or for the CPU where the backend is gloo.
+    The world fills the cluster's nodes. The efficiency is above 1 if the device exceeds its stated
+    peak.
+
+    Args:
+        cluster: Nodes, ranks and stated figures.
+        sizes: Bytes of the whole tensor, smallest first.
+        repetitions: Of each measurement.
+        device: The device that computes; None for the accelerator, or the CPU with gloo.
     """
     rank, per_node = dist.get_rank(), cluster.ranks_per_node
     if device is None and dist.get_backend() == "gloo":

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how many communicators the engine has on a rank, and what NCCL's or HCCL's buffers take."""
+"""Owns the number of the engine's communicators on a rank, and the bytes of their buffers."""
 
 import os
 from collections.abc import Iterable
@@ -26,16 +26,18 @@ _HCCL_BUFFER, _USUAL_HCCL_MB = "HCCL_BUFFSIZE", 200
 
 @dataclass(frozen=True)
 class Communicators:
-    """Communicators of the engine on one rank: those with all ranks in one node, and the others."""
+    """Communicators of the engine on one rank: those within one node, and the others."""
 
     in_node: int
     between_nodes: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of NCCL's rings: a channel of a ring keeps the buffers of one connection in a node,
-        where a peer reads them or writes into them, and of two where a network card does. Not
-        measured: NCCL may take a tree, NVLS or more beside it."""
+        """Bytes of NCCL's rings. Not measured: NCCL may take a tree or NVLS in addition.
+
+        A channel of a ring keeps the buffers of one connection in a node, where a peer reads or
+        writes them, and of two between nodes, where a network card does.
+        """
         connection = sum(int(os.environ.get(name, usual)) for name, usual in _BUFFERS.items())
         bounds = (os.environ.get(name) for name in _CHANNELS)
         channels = int(next(filter(None, bounds), _USUAL_CHANNELS))
@@ -43,8 +45,7 @@ class Communicators:
 
     @property
     def hccl_nbytes(self) -> int:
-        """Bytes of HCCL's buffers on Ascend, whatever the ranks: one to send, one to receive. Not
-        measured."""
+        """Bytes of HCCL's buffers on Ascend: one to send, one to receive. Not measured."""
         megabytes = int(os.environ.get(_HCCL_BUFFER) or _USUAL_HCCL_MB)
         return 2 * megabytes * 2**20 * (self.in_node + self.between_nodes)
 
@@ -52,7 +53,7 @@ class Communicators:
 def engine_communicators(
     sharding: Iterable[GroupKind], sizes: ShardSizes, ranks_per_node: int
 ) -> Communicators:
-    """Count rank 0's communicators. sharding: the groups that the states are sharded within."""
+    """Count rank 0's communicators for the groups within which states are sharded."""
     found: list[bool] = []
     for group in sharding:
         topology = ShardTopology(group.size, 0, sizes.restricted_to(group.size))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what DeepSpeed's JSON becomes: shard sizes, and flags of Megatron."""
+"""Translates DeepSpeed's JSON into shard sizes and flags of Megatron."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -37,9 +37,16 @@ def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 def translate(
     config: Mapping[str, Any], file: str, ranks: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Flags to add to a Megatron command line, and a line on each key that becomes none. ranks:
-    data-parallel ones, None where they are not known. Raises ConfigurationError naming the file and
-    the key."""
+    """Return flags for a Megatron command line, and a line on each key without one.
+
+    Args:
+        config: The parsed JSON.
+        file: Its name, for messages.
+        ranks: Data-parallel ranks, None if unknown.
+
+    Raises:
+        ConfigurationError: Naming the file and the key.
+    """
     left = dict(_leaves(config))  # what nothing below takes out is named
 
     def number(key: str, kind: type = int, least: int = 1) -> Any:
@@ -109,8 +116,7 @@ def translate(
 
 
 def migrate(file: str, ranks: int | None = None) -> int:
-    """Print what becomes of the file; returns 1 where it has what is refused, else 0. ranks: as for
-    `translate`."""
+    """Print the translation; return 1 if a key is refused, else 0."""
     try:
         config = json.loads(Path(file).read_text())
     except OSError as error:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dry run of the launcher: `python -m megatron_asynchzp.launch SCRIPT ... --asynchzp-dry-run`.
 
-Exit status: 0; 1 where a rank needs more than --asynchzp-device-gb; 2 for what cannot run.
+Exit status: 0; 1 if a rank needs more than --asynchzp-device-gb; 2 for a run that cannot start.
 """
 
 import os
@@ -18,7 +18,7 @@ _RANKS_PER_NODE = 8
 
 
 def asked_of(arguments: list[str]) -> Namespace | None:
-    """The flags of a dry run, where `arguments` ask for one. Raises ConfigurationError."""
+    """Return the flags of a dry run, None without --asynchzp-dry-run."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_dry_run_arguments(parser)
     try:
@@ -38,8 +38,7 @@ def asked_of(arguments: list[str]) -> Namespace | None:
 
 
 def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
-    """Print the tables of a run of `script`; returns the exit status. Raises ConfigurationError for
-    what cannot run."""
+    """Print the tables of a run of `script`; return the exit status."""
     if os.environ.get("RANK", "0") != "0":  # started with torchrun all the same
         return 0
     # Only now: a wrong flag is reported without importing Megatron.

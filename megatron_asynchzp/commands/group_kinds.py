@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which ranks of a run belong together: one line per kind of group, from Megatron's own
-arithmetic of ranks and our topology.
-"""
+"""Owns which ranks belong together, from Megatron's arithmetic of ranks and our topology."""
 
 from argparse import Namespace
 from typing import NamedTuple
@@ -12,31 +10,23 @@ from megatron_asynchzp.sharding.topology import ShardSizes, spans_nodes
 
 
 class GroupKind(NamedTuple):
-    """Groups of one kind: `count` of `size` ranks in the run, of which `first` holds rank 0.
-
-    shares: what its ranks have in common, or divide between them.
-    """
+    """The groups of one kind."""
 
     name: str
-    shares: str
+    shares: str  # What its ranks have in common, or divide between them.
     size: int
-    count: int
-    first: tuple[int, ...]
+    count: int  # Groups in the run.
+    first: tuple[int, ...]  # The ranks of rank 0's group.
 
     def link(self, ranks_per_node: int) -> str:
+        """Name the slowest link within the first group."""
         if self.size == 1:
             return "-"
         return "between nodes" if spans_nodes(self.first, ranks_per_node) else "in one node"
 
 
 class RankGroups:
-    """The groups of rank 0, out of Megatron's arithmetic of ranks.
-
-    args: validated.
-
-    sharding: what the states are sharded within: "" for dense parameters, "expert " where there
-        are any.
-    """
+    """The groups of rank 0, by Megatron's arithmetic of ranks, for validated arguments."""
 
     def __init__(self, args: Namespace):
         from megatron.core.parallel_state import RankGenerator
@@ -56,17 +46,14 @@ class RankGroups:
             self.sharding["expert "] = self.along("expert data parallel", shares, "dp", "expert")
 
     def along(self, name: str, shares: str, axes: str, generator: str = "dense") -> GroupKind:
+        """Return the groups along axes of Megatron's, such as dp-cp."""
         groups = self._generators[generator].get_ranks(axes)
         ranks = next(tuple(group) for group in groups if 0 in group)
         return GroupKind(name, shares, len(ranks), self._world_size // len(ranks), ranks)
 
 
 def group_kinds(args: Namespace, ranks: RankGroups, sizes: ShardSizes | None) -> list[GroupKind]:
-    """Return the groups of rank 0, in its pipeline stage.
-
-    args: validated; ranks: made of them.
-    sizes: AsyncHZP's, None for stock Megatron.
-    """
+    """Return the groups of rank 0 in its pipeline stage; `sizes` is None for stock Megatron."""
     sharding = ranks.sharding
     kinds = [
         ranks.along("tensor parallel", "parts of each weight", "tp"),
@@ -87,7 +74,6 @@ def group_kinds(args: Namespace, ranks: RankGroups, sizes: ShardSizes | None) ->
 
 
 def _shard_kinds(prefix: str, group: GroupKind, sizes: ShardSizes) -> list[GroupKind]:
-    """Return the groups of ranks that hold one copy of each state together, rank 0 among them."""
     return [
         GroupKind(
             f"{prefix}{state} shards",

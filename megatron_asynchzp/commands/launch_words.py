@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the words and the environment of a command show before torch and Megatron are imported:
-a script that is missing, a process that is a rank already, and packages that flags need."""
+"""Owns what words and environment of a command show before torch and Megatron are imported.
+
+They show a missing script, a process that is a rank already, and packages that flags need.
+"""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -16,10 +18,7 @@ DEFAULT_SCRIPT = "pretrain_gpt.py"
 
 
 def split_at_script(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Split into torchrun's options, the first word that ends in .py, and the script's arguments.
-
-    Raises ConfigurationError where no word ends so.
-    """
+    """Split at the first word that ends in .py: torchrun's options, SCRIPT, its arguments."""
     at = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
     if at is None:
         refuse_as_script(argv)
@@ -75,8 +74,10 @@ def check_rank(argv: Sequence[str]) -> None:
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Raise MissingPackage for Muon without its arithmetic, and print a line where the writer of
-    scalars is missing: Megatron trains without it, and blames the version of torch."""
+    """Raise MissingPackage for Muon without its arithmetic; print a line without TensorBoard.
+
+    Megatron trains without a writer of scalars, and blames the version of torch.
+    """
     words = [part for word in arguments for part in word.split("=", 1)]
     given = dict(zip(words, [*words[1:], ""]))
     if given.get("--optimizer") in ("muon", "dist_muon"):

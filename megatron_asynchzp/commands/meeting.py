@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns whether the ranks that torchrun starts can meet: what it would otherwise find out after its
-own time limits, with a traceback on every node."""
+"""Owns whether the ranks that torchrun starts can meet.
+
+torchrun would find out after its own time limits, with a traceback on every node.
+"""
 
 import errno
 import socket
@@ -15,7 +17,7 @@ _ANSWERS_WITHIN_S = 5.0  # a call from this machine to itself
 
 
 def torchrun_options(options: Sequence[str]) -> Namespace:
-    """Those of torchrun's options that are read here and by the launcher, as words."""
+    """Parse those of torchrun's options that the launcher reads, as words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in (("nnodes", "1"), ("nproc-per-node", "1"), ("max-restarts", "0"),
                           ("node-rank", "0"), ("master-addr", "127.0.0.1"),
@@ -27,9 +29,11 @@ def torchrun_options(options: Sequence[str]) -> Namespace:
 
 
 def check_meeting(known: Namespace) -> None:
-    """Raise ConfigurationError, one line, for a name that nobody knows, a port that is no number or
-    is in use, an address at which the first node is not found, and devices to count that are not
-    there. known: see torchrun_options."""
+    """Raise ConfigurationError unless the ranks can meet: host, port, address and devices.
+
+    Args:
+        known: The result of torchrun_options.
+    """
     _count_devices(known.nproc_per_node)
     if known.standalone:
         return
@@ -52,8 +56,7 @@ def check_meeting(known: Namespace) -> None:
 
 
 def _try(host: str, port: int, what: str) -> None:
-    """Listen as the first node will, and call there as its ranks will, through what may forward
-    that address here."""
+    """Listen as the first node will, and call the address as its ranks will."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -78,7 +81,6 @@ def _try(host: str, port: int, what: str) -> None:
 
 
 def _count_devices(word: str) -> None:
-    """Raise ConfigurationError for kinds of devices of which torch sees none."""
     if word not in ("gpu", "xpu"):
         return
     from torch.distributed.run import determine_local_world_size

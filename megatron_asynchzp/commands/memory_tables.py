@@ -26,7 +26,7 @@ def describe_run(found: DryRun) -> str:
 
 
 def tables(found: DryRun) -> str:
-    """Format what was changed, the groups, states and memory by stage."""
+    """Format changes, groups, states and memory by stage."""
     parts = [
         *(f"set by --use-asynchzp: {line}" for line in found.lines),
         _mesh_table(found),
@@ -64,7 +64,7 @@ def _states_table(found: DryRun) -> str:
 
 
 def memory_table(found: DryRun) -> str:
-    """Format peaks by pipeline stage, and what they consist of."""
+    """Format peaks by pipeline stage, and their parts."""
     columns = ("stage", "start", "at rest", "in flight", "activations", "logits")
     columns += ("a layer's backward", "total")
     rows = [
@@ -81,15 +81,18 @@ def memory_table(found: DryRun) -> str:
 
 
 def memory_columns(memory: Memory) -> tuple[float, ...]:
-    """Start-up peak; at rest; in flight; activations; logits; in the backward pass of one layer
-    (which is not while the loss is computed); the total, the higher of start and training."""
+    """Return bytes: start, at rest, in flight, activations, logits, a layer's backward, total.
+
+    The backward of a layer and the logits exclude each other; the total is the higher of start and
+    training.
+    """
     active = memory.activations
     before = (memory.start, memory.states, memory.flying, active.kept + active.buffer)
     return (*before, active.logits, memory.working, memory.total)
 
 
 def savings_table(found: DryRun) -> str:
-    """Format what memory budgets save on a rank of the first stage, whose steps ask for most."""
+    """Format what memory budgets save on a rank of the first stage, which communicates most."""
     if not found.savings:
         return ""
     rows = [
@@ -101,7 +104,7 @@ def savings_table(found: DryRun) -> str:
 
 
 def verdict(found: DryRun, device_nbytes: float) -> str:
-    """Whether the fullest rank fits into a device, in one sentence."""
+    """Say in one sentence whether the fullest rank fits into a device."""
     stage = found.fullest
     total, there = (stage.memory.total + found.hccl_nbytes) / GIB, device_nbytes / GIB
     where = f"a rank of stage {stage.index} needs {total:.1f} GiB{_of_hccl(found)}, a device has "
@@ -123,7 +126,6 @@ def _of_hccl(found: DryRun) -> str:
 
 
 def _of_communicators(found: DryRun) -> str:
-    """Describe what NCCL takes of what is left, for the engine."""
     communicators = found.communicators
     number = communicators.in_node + communicators.between_nodes
     if not number or found.hccl_nbytes or found.args.distributed_backend != "nccl":
@@ -135,8 +137,10 @@ def _of_communicators(found: DryRun) -> str:
 
 
 def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
-    """The memory budgets that a device has room for, and what they save, in one sentence; "" where
-    there is no room or nothing to save. A tenth of the device stays free."""
+    """Say which memory budgets a device has room for and what they save, "" for none.
+
+    A tenth of the device stays free.
+    """
     asked = found.asked_budgets
     room = found.left_of(device_nbytes) - STAYS_FREE * device_nbytes
     flags: list[str] = []
@@ -159,7 +163,6 @@ def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
 
 
 def _amount(nbytes: float) -> str:
-    """Format bytes in GiB, or where that shows nothing in MiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.3g} MiB"
 
 

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a training command with --use-asynchzp: what runs as it is, what is switched off,
-what is refused, and the shard sizes that other flags become. Starts no ranks and needs no device:
+"""Judges a training command with --use-asynchzp; starts no ranks and needs no device.
 
     asynchzp migrate [--cluster h100] [--ranks 256] train.sh | recipe.yaml | ds_config.json
     asynchzp migrate [--cluster h100] [--ranks 256] -- torchrun ... pretrain_gpt.py <your flags>
 
-Exit status: 0 where it starts; 1 where something is refused; 2 for what is no training command.
+It prints refusals, lost features, changes with the same effect, and the shard sizes that other
+flags become. Exit status: 0 if the command starts; 1 if something is refused; 2 if it is no
+training command.
 """
 
 import sys
@@ -32,7 +33,7 @@ _OURS = "--use-asynchzp"
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Our flags, and the training command. Exits as argparse does."""
+    """Return our flags and the training command. Exits as argparse does."""
     parser = OneLineParser(
         prog="asynchzp migrate",
         usage="%(prog)s [--cluster NAME_OR_FILE] [--ranks N] FILE | -- TRAINING COMMAND",
@@ -52,7 +53,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 @refused_in_one_line()
 def main(argv: list[str]) -> int:
-    """Judge and print; return the exit status. Ends the process for what is no training command."""
+    """Judge and print; return the exit status. Ends the process if no training command is given."""
     asked, words = parse_args(argv)
     cluster = load_cluster(asked.cluster) if asked.cluster else None
     if cluster is not None and asked.ranks is not None:
@@ -135,7 +136,6 @@ def _headline(found: "Verdict") -> str:
 
 
 def _groups(found: "Verdict") -> Iterator[str]:
-    """Each group of lines under its title."""
     lost = {rule.name: f"{rule.flag}: {rule.reason}" for rule in found.lost}
     told = [line for line in found.logged if line not in found.environment]
     others = [line for line in told if line.partition(" = ")[0] not in lost]

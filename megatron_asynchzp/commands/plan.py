@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which shard sizes, prefetch depth, micro-batch size and recomputation make a Megatron command
-line fastest on a cluster. Starts no ranks and needs no device:
+"""Finds the shard sizes, prefetch depth, micro-batch size and recomputation of the fastest step.
 
     asynchzp plan --cluster h100 --ranks 256 -- pretrain_gpt.py <your flags>
 
-Exit status: 0; 1 where no plan fits into the memory; 2 for what cannot be planned.
+It starts no ranks and needs no device. Exit status: 0; 1 if no plan fits into the memory; 2 for a
+command that cannot be planned.
 """
 
 import os
@@ -35,7 +35,7 @@ _DEPTHS = (1, 2)  # to try, beside that of the flags
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Our flags, and the training command behind `--`. Exits as argparse does."""
+    """Return our flags and the training command behind `--`. Exits as argparse does."""
     parser = OneLineParser(
         prog="asynchzp plan",
         usage="%(prog)s --cluster NAME_OR_FILE [flags] -- SCRIPT [flags of SCRIPT]",
@@ -82,8 +82,10 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
 
 
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
-    """The model of a training command in a pretended world of the cluster's ranks. Raises
-    ConfigurationError for what Megatron or --use-asynchzp refuses."""
+    """Return the model of a training command in a pretended world of the cluster's ranks.
+
+    Raises ConfigurationError for a command that Megatron or --use-asynchzp refuses.
+    """
     from megatron_asynchzp.commands import pretended_world
 
     pretended_world.patch_megatron()
@@ -98,7 +100,7 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
 
 @refused_in_one_line()
 def main(argv: list[str]) -> int:
-    """Plan and print; return the exit status. Ends the process for what cannot be planned."""
+    """Plan and print; return the exit status. Ends the process if the command cannot be planned."""
     asked, command = parse_args(argv)
     if asked.picture is not None:
         require("matplotlib", "--picture")
@@ -158,7 +160,6 @@ def _nothing_fits(outcome: Outcome, space: Space, file: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A line on stderr that moves, on a terminal only."""
     from rich.console import Console
     from rich.progress import Progress as Bars
 

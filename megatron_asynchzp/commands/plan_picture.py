@@ -45,7 +45,7 @@ _SCHEMES = {
 
 
 def spans_of(best: Candidate) -> tuple[int, tuple[Interval, ...]]:
-    """Return as few micro-batches as show the pattern of a step, and the first stage's spans."""
+    """Return the fewest micro-batches that show a step's pattern, and stage 0's spans."""
     plan = best.plan
     shown = _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp
     count = min(plan.batch.num_micro_batches, shown)
@@ -53,14 +53,14 @@ def spans_of(best: Candidate) -> tuple[int, tuple[Interval, ...]]:
 
 
 def write_trace(best: Candidate, file: Path) -> None:
-    """Write a trace as --asynchzp-trace does, for Perfetto. Raises ConfigurationError."""
+    """Write a trace as --asynchzp-trace does, for Perfetto."""
     spans = map(timeline.Span._make, spans_of(best)[1])
     with _naming(f"--trace {file}"):
         file.write_text(json.dumps(timeline.chrome_trace(spans, rank=0)))
 
 
 def draw(outcome: Outcome, space: Space, file: Path) -> None:
-    """Raises ConfigurationError where the file cannot be written."""
+    """Draw both pictures into a file."""
     figure = styles.new_figure(7.4)
     best = outcome.best
     assert best is not None
@@ -119,7 +119,6 @@ def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> N
 
 
 def _front(shown: Sequence[Candidate]) -> list[tuple[float, float]]:
-    """Plans that no other beats in both, with more memory from one to the next."""
     front: list[tuple[float, float]] = []
     points = sorted((one.costing.memory.total / GIB, one.step_s) for one in shown)
     for held, step in points:

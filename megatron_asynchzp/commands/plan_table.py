@@ -14,7 +14,7 @@ _WIDTH = 140
 
 
 def model(understood: Model) -> str:
-    """Describe what the planner made of the flags, by which a user knows the model."""
+    """Describe the model that the planner read from the flags, so that a user can recognise it."""
     return (
         f"{understood.num_params:,} parameters, {len(understood.layers)} layers of width "
         f"{understood.hidden}, a vocabulary of {understood.vocabulary} with padding"
@@ -22,7 +22,7 @@ def model(understood: Model) -> str:
 
 
 def setting(space: Space, outcome: Outcome) -> str:
-    """Cluster, batch and how many plans were looked at, in one line."""
+    """Describe cluster, batch and the number of plans in one line."""
     cluster, domain = space.cluster, ""
     if cluster.nodes_per_domain > 1:
         domain = f" in domains of {cluster.ranks_per_domain}, between which they send"
@@ -35,7 +35,7 @@ def setting(space: Space, outcome: Outcome) -> str:
 
 
 def plans(outcome: Outcome, space: Space, most: int) -> str:
-    """The best `most`, the chosen one marked, then the best of each plainer scheme."""
+    """Format the best `most` plans, the chosen one marked, then the best of each plainer scheme."""
     columns = ["", "P, G, O", "micro-batch", "recompute", "depth"]
     columns += [name.upper() for name in space.vary]
     columns += ["step s", "tokens/s", "MFU", "memory GiB", "waits s", "GB off node", "as"]
@@ -47,7 +47,7 @@ def plans(outcome: Outcome, space: Space, most: int) -> str:
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table whose numbers stand on the right."""
+    """Format a table with its numbers right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -91,7 +91,7 @@ _PARALLEL_FLAGS = {
 
 
 def flags(one: Candidate, space: Space) -> list[str]:
-    """Return the flags to add to the training command; a flag given twice counts as given last."""
+    """Return the flags to add to the command; of two equal flags Megatron reads the last."""
     plan, start = one.plan, space.start
     found = ["--use-asynchzp"]
     for state in ("param", "grad", "optim"):

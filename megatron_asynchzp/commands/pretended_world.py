@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the pretence of a cluster in one process without a device, for Megatron's own parser and
-validation.
-"""
+"""Pretends a cluster in one process without a device, for Megatron's own parser and validation."""
 
 import argparse
 import contextlib
@@ -49,12 +47,12 @@ _OURS = "megatron_asynchzp: "
 
 
 class NotValidated(ConfigurationError):
-    """A script that did not come to Megatron's validation."""
+    """Raised for a script that did not reach Megatron's validation."""
 
 
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
-    """Answer what Megatron asks torch.cuda, and about Transformer Engine, while it validates."""
+    """Answer Megatron's questions to torch.cuda and Transformer Engine while it validates."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
@@ -78,14 +76,13 @@ def _answers_of_a_gpu() -> Iterator[None]:
 
 
 def _kernels(module: ModuleType) -> dict[str, Any]:
-    """Something in place of each fused function that Megatron did not find."""
     names = [name for name in vars(module) if name.startswith("fused_")]
     return {name: vars(module)[name] or _as_it_is for name in names}
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[io.StringIO]:
-    """Everything that is printed, logged or warned of goes into one text."""
+    """Collect all prints, logs and warnings in one text."""
     text = io.StringIO()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -99,7 +96,7 @@ def _silence() -> Iterator[io.StringIO]:
 
 
 def _one_line(error: BaseException, printed: str) -> str:
-    """Describe what was wrong: the message, argparse's last line, or the assertion that failed."""
+    """Return the message, argparse's last line, or the assertion that failed."""
     if isinstance(error, SystemExit):
         last = (printed.strip().splitlines() or ["the command line was refused"])[-1]
         return last.removeprefix(_OURS) + _nearest(last)
@@ -120,7 +117,6 @@ def megatron_flags() -> dict[str, argparse.Action]:
 
 
 def _nearest(line: str) -> str:
-    """Name Megatron's flag that was probably meant by the first that no parser knows."""
     unknown = re.search(r"unrecognized arguments: .*?(--[\w-]+)", line)
     near = get_close_matches(unknown[1], megatron_flags(), 1, 0.8) if unknown else []
     return f"; the nearest to {unknown[1]} is {near[0]}" if unknown and near else ""
@@ -128,7 +124,7 @@ def _nearest(line: str) -> str:
 
 @contextlib.contextmanager
 def _without(package: str) -> Iterator[None]:
-    """Hide `package` from Megatron, unless something has imported it."""
+    """Hide `package` from Megatron, unless it is imported already."""
     is_hidden = sys.modules.setdefault(package, cast(ModuleType, None)) is None
     try:
         yield
@@ -138,15 +134,14 @@ def _without(package: str) -> Iterator[None]:
 
 
 def _as_it_is(function: Callable | None = None, **_: object) -> Callable:
-    """Stand in for torch.compile: nothing is computed here, and half of what Megatron imports is a
-    compiler for its fused functions."""
+    """Replace torch.compile: nothing is computed, and half of Megatron's imports is a compiler."""
     return function or (lambda inner: inner)
 
 
 def patch_megatron() -> None:
-    """Import Megatron, without its advice on what is not installed here, and patch it. Idempotent.
+    """Import Megatron without its advice on packages, and patch it. Idempotent.
 
-    Raises ConfigurationError for a Megatron that we do not know.
+    Raises ConfigurationError for an unknown Megatron.
     """
     if sys.stderr.isatty() and "megatron.training" not in sys.modules:
         print(f"{_OURS}importing Megatron, which can take half a minute", file=sys.stderr)
@@ -160,9 +155,9 @@ def patch_megatron() -> None:
 
 
 def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Namespace, list[str]]:
-    """Megatron's validated arguments of rank 0 of such a run, and the lines that we log of them.
+    """Return Megatron's validated arguments of rank 0 of such a run, and our log lines on them.
 
-    Raises ConfigurationError for what Megatron or --use-asynchzp refuses.
+    Raises ConfigurationError for flags that Megatron or --use-asynchzp refuses.
     """
 
     def validated() -> Namespace:
@@ -178,8 +173,10 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
 def parse_script(
     script: Path, flags: list[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
-    """Parse like `parse`, with the flags and defaults that `script` adds: it runs until Megatron
-    has validated its arguments. flags: --asynchzp-dry-run is among them."""
+    """Parse as `parse` does, with the flags and defaults that `script` adds.
+
+    The script runs until Megatron has validated its arguments; `flags` have --asynchzp-dry-run.
+    """
 
     def validated() -> Namespace:
         try:
@@ -194,8 +191,7 @@ def parse_script(
 def parse_command(
     command: Sequence[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
-    """Parse by `parse_script` if a script is here, else by `parse`: pretrain_gpt.py adds no flag of
-    its own. Data need not be here. command: script and flags."""
+    """Parse by `parse_script` if the script exists, else by `parse`; data may be missing."""
     script, flags = Path(command[0]), list(command[1:])
     with mock.patch.object(checks, "refuse_missing_data", lambda _: None):
         if script.is_file():
@@ -237,7 +233,7 @@ def _parse(
 
 
 class _Group:
-    """Process group of a run in which every rank is the first of each of its groups."""
+    """A process group of which every rank is the first."""
 
     def __init__(self, ranks: Sequence[int], **_: object):
         self._ranks = ranks
@@ -251,7 +247,7 @@ class _Group:
 
 @contextlib.contextmanager
 def groups_of(ranks: int) -> Iterator[None]:
-    """Let Megatron work out the groups of so many ranks, inside, and make none of them."""
+    """Let Megatron compute the groups of so many ranks without making them."""
     from megatron.core import parallel_state
 
     with (
@@ -270,8 +266,10 @@ def groups_of(ranks: int) -> Iterator[None]:
 
 
 def build_as_megatron(args: Namespace) -> None:
-    """Build what every start builds after validation and before it has a model: its groups, the
-    model's configuration and what counts steps."""
+    """Build groups, the model's configuration and the counter of steps.
+
+    Every start builds these between the validation and the model.
+    """
     from megatron.core import num_microbatches_calculator
     from megatron.training import arguments, initialize, training
 
@@ -297,7 +295,6 @@ def build_as_megatron(args: Namespace) -> None:
 
 
 def _set_padded_vocabulary(args: Namespace) -> None:
-    """Set the padded vocabulary as the run will: from the tokenizer."""
     if args.padded_vocab_size is not None:
         return
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -321,15 +318,17 @@ def _set_padded_vocabulary(args: Namespace) -> None:
 
 
 def _number(flags: list[str], flag: str) -> int:
-    """The last value of a flag, 1 where it is not given or not a number."""
+    """Return the last value of a flag, 1 without a number."""
     with contextlib.suppress(ValueError, IndexError):
         return max(1, int(flags[len(flags) - flags[::-1].index(flag)]))
     return 1
 
 
 def fewest_ranks(flags: list[str]) -> int:
-    """The first of the usual worlds that the parallel sizes, the shard sizes and the batch divide,
-    or the smallest world that the sizes allow."""
+    """Return the first of the usual worlds that parallel sizes, shard sizes and batch divide.
+
+    Without one it is the smallest world that the sizes allow.
+    """
     flags = [part for word in flags for part in word.split("=", 1)]  # --flag=value
     sizes = [_number(flags, f"--{kind}-parallel-size") for kind in ("tensor-model", "context")]
     dense, expert = sizes[0] * sizes[1], sizes[0]

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns where a training command stands: in words, in a shell script, or in a recipe in YAML.
-Nothing of it is run."""
+"""Finds the training command in words, in a shell script or in a YAML recipe, and runs nothing."""
 
 import argparse
 import re
@@ -35,20 +34,16 @@ _MANY = 8  # names of variables that a line has
 
 @dataclass(frozen=True)
 class Command:
-    """A training command.
+    """A training command."""
 
-    script: "" where none is named; flags: of the script, without files. assumed: lines on what the
-    text leaves open.
-    """
-
-    script: str
-    flags: list[str]
-    assumed: list[str]
+    script: str  # "" if the command names none.
+    flags: list[str]  # Without files.
+    assumed: list[str]  # Lines on what the text leaves open.
     world: "World"
 
 
 class World(NamedTuple):
-    """Ranks that a command starts and those of a node, None where it does not say."""
+    """Ranks that a command starts and those of a node, None if it does not say."""
 
     ranks: int | None = None
     per_node: int | None = None
@@ -60,8 +55,11 @@ def _last_number(pattern: str, text: str) -> int | None:
 
 
 def world_of(launcher: Sequence[str], shell: ShellScript | None = None) -> World:
-    """Read the world from the options of torchrun, mpirun or srun, else from the script's lines for
-    Slurm, else from the WORLD_SIZE that the script sets."""
+    """Read the world of a launcher.
+
+    It stands in options of torchrun, mpirun or srun, in the script's lines for Slurm, or in the
+    WORLD_SIZE that the script sets.
+    """
     job = shell.job if shell else {}
     steps = [one for one in shell.commands if one[0] == "srun"] if shell else []
     words = " ".join(word for command in (launcher, *steps) for word in command)
@@ -89,8 +87,7 @@ class Flags:
         self._actions = actions
 
     def _split(self, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-        """Each flag of Megatron with its values, after the name of its argument; other words one by
-        one, after ""."""
+        """Yield flags of Megatron with values after their argument's name, other words after ""."""
         position = 0
         while position < len(words):
             start = position
@@ -112,8 +109,10 @@ class Flags:
         return [word for name, part in self._split(words) if name for word in part]
 
     def read(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-        """Megatron's flags, with mock data in place of a dataset and a null tokenizer in place of
-        one whose files are not here; all other words; lines on what that assumes."""
+        """Return Megatron's flags without files, all other words, and lines on assumptions.
+
+        Mock data replaces a dataset, and a null tokenizer replaces one whose files are missing.
+        """
         parts = list(self._split(words))
         files = [part[-1] for name, part in parts if name in ("vocab_file", "tokenizer_model")]
         is_here = bool(files) and all(Path(file).exists() for file in files)
@@ -130,8 +129,10 @@ class Flags:
         return [*kept, "--vocab-size", _VOCABULARY], others, [line]
 
     def of_settings(self, settings: Mapping) -> tuple[list[str], list[str]]:
-        """The flags of a mapping whose leaves are flags, or names of Megatron's arguments, and the
-        names that are neither."""
+        """Return the flags of a mapping, and the names that are none.
+
+        Its leaves are flags, or names of Megatron's arguments.
+        """
         words: list[str] = []
         unknown: list[str] = []
         for key, value in settings.items():
@@ -148,13 +149,12 @@ class Flags:
         return words, unknown
 
     def _named(self, name: str) -> list[argparse.Action]:
-        """Return the parser's actions by the name of an argument, or of a flag."""
         own = [one for one in self._actions.values() if one.dest == name.replace("-", "_")]
         flag = self._actions.get("--" + name.removeprefix("--").replace("_", "-"))
         return own or ([flag] if flag else [])
 
     def _of_setting(self, name: str, value: object) -> list[str] | None:
-        """No words for a default; None where no flag takes the value."""
+        """Return the words of a setting, none for a default, None if no flag takes the value."""
         actions = self._named(name)
         if value is None and actions:
             return []
@@ -179,7 +179,7 @@ _SWITCHES |= {"false": False, "0": False, "no": False, "off": False}
 
 
 def _values(value: object) -> list[str]:
-    """Return words as the runner of Megatron's functional tests does: [a b] is two, (a b) one."""
+    """Return words as Megatron's runner of functional tests does: [a b] is two, (a b) one."""
     if isinstance(value, list):
         return [*map(str, value)]
     text = str(value)
@@ -190,8 +190,7 @@ def _values(value: object) -> list[str]:
 
 
 def _settings_of(path: Path) -> Mapping:
-    """Return the settings of a recipe that trains: MODEL_ARGS of Megatron's functional tests, or
-    all. Raises ConfigurationError for what is no YAML."""
+    """Return the settings of a recipe that trains: MODEL_ARGS of Megatron's tests, or all."""
     require("yaml", path.name)
     import yaml
 
@@ -220,9 +219,9 @@ type Source = ShellScript | Mapping | Sequence[str]
 
 
 def read_source(words: Sequence[str]) -> Source:
-    """Read a command line in one word or in several, or the file that it stands in.
+    """Read a command line in one word or in several, or the file with it, without Megatron.
 
-    Raises ConfigurationError for a file that cannot be read or holds no flags. Needs no Megatron.
+    Raises ConfigurationError for a file that cannot be read or holds no flags.
     """
     source: Source = words
     path = Path(words[0])
@@ -261,16 +260,15 @@ def _read_file(path: Path) -> ShellScript | Mapping:
 
 
 def _names_beside(path: Path) -> list[str]:
-    """Return the names of what a user could have meant instead of `path`."""
     with suppress(OSError):
         return [one.name for one in path.parent.iterdir() if one.suffix in (*_SUFFIXES, ".json")]
     return []
 
 
 def read_command(source: Source, name: str, flags: Flags) -> Command:
-    """Find the training command in what `read_source` returns. name: of it, for messages.
+    """Find the training command in the result of `read_source`; messages have its `name`.
 
-    Raises ConfigurationError where it has none of Megatron's flags.
+    Raises ConfigurationError if it has none of Megatron's flags.
     """
     if isinstance(source, ShellScript):
         command = _of_shell(source, flags)
@@ -290,8 +288,10 @@ def read_command(source: Source, name: str, flags: Flags) -> Command:
 
 
 def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
-    """Split `words` into those before the script, its name, and those that follow; where none is
-    named, into all words, "", and all words."""
+    """Split `words` into those before the script, its name, and the rest.
+
+    Without a script it returns all words, "", and all words.
+    """
     for place, word in enumerate(words):
         if word.endswith(".py") and "=" not in word:
             return words[:place], word, words[place + 1 :]
@@ -299,8 +299,7 @@ def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]
 
 
 def _of_shell(shell: ShellScript, flags: Flags) -> Command:
-    """Join all commands of the script that gets most of Megatron's flags, with those that name no
-    script."""
+    """Join all commands of the script with most of Megatron's flags, and those without a script."""
     found = [_at_script(words) for words in shell.commands]
     known = [flags.known(rest) for _, _, rest in found]
     numbers = [(bool(script), len(own)) for (_, script, _), own in zip(found, known)]
@@ -331,7 +330,7 @@ def _of_shell(shell: ShellScript, flags: Flags) -> Command:
 def _without_files(
     launcher: Sequence[str], script: str, words: Sequence[str], strange: list[str], flags: Flags
 ) -> Command:
-    """strange: what is no word and is left out. No flags where none is of Megatron."""
+    """Make a command without the words in `strange`; empty without Megatron's flags."""
     kept, others, assumed = flags.read(words)
     is_open = open_variables([*launcher, *words])
     runs = [name for name in is_open if re.match(r"`|\$\((?!\()", name)]

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what memory budgets would save: how many gathers and reductions a rank asks for in a step,
-with parameters and gradients kept between micro-batches or without, by the planner's order.
-"""
+"""Counts the gathers and reductions that memory budgets save on a rank in a step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,9 +14,7 @@ _SHARES = (0.0, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Saving:
-    """Gathers and reductions under two budgets: keep_params_nbytes, keep_grads_nbytes.
-    gathers, reductions: that a rank asks for in a step with both.
-    """
+    """The gathers and reductions of a rank in a step under two budgets."""
 
     keep_params_nbytes: int
     gathers: int
@@ -27,11 +23,10 @@ class Saving:
 
 
 def savings(costing: Costing) -> list[Saving]:
-    """Return savings on a rank of the first stage, which asks for most: for no budget, those of the
-    plan if there are any, and parts of a rank's parameters up to all.
+    """Return savings on a rank of the first stage, which communicates most.
 
-    Empty where a step has one micro-batch, or an order of micro-batches that the planner does not
-    know.
+    The budgets are none, the plan's, and parts of a rank's parameters up to all. The list is empty
+    for one micro-batch, and for an order of micro-batches that the planner does not know.
     """
     plan = costing.plan
     if plan.batch.num_micro_batches == 1:
@@ -52,7 +47,6 @@ def savings(costing: Costing) -> list[Saving]:
 
 
 def _budgets(units: Sequence[OrderUnit], asked: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return budgets of parameters and of gradients, in bytes, the smallest first."""
     params = sum(unit.memory.params for unit in units if unit.is_gathered)
     grads = sum(unit.sum_nbytes for unit in units if unit.is_reduced)
     tried = [(round(share * params), round(share * grads)) for share in _SHARES]

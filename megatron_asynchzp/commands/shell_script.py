@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which words the commands of a shell script get. Nothing of it is run; the grammar is that of
-bash (its manual, "Shell Operation")."""
+"""Owns which words the commands of a shell script get, by bash's grammar; nothing is run."""
 
 import os
 import re
@@ -46,12 +45,12 @@ _COMMAND_IN_QUOTES = re.compile(r"[^-\s].*\.py\b.*\s--\w", re.DOTALL)
 
 
 def open_variables(words: list[str]) -> list[str]:
-    """Return variables, as they stand there, that the words need and nothing in the text sets."""
+    """Return the variables in the words that nothing in the text sets."""
     return sorted({name for word in words for name in _OPEN.findall(word)})
 
 
 def with_numbers(words: list[str]) -> list[str]:
-    """Put 1 in place of what is open."""
+    """Put 1 in place of each open variable."""
     return [_OPEN.sub("1", word) for word in words]
 
 
@@ -67,7 +66,7 @@ def _job_of(text: str) -> dict[str, int]:
 
 
 def _shell_variables(job: Mapping[str, int]) -> dict[str, str]:
-    """Return what a shell sets by itself, and Slurm in a job."""
+    """Return the variables that a shell sets by itself, and Slurm in a job."""
     user = os.environ.get("USER") or "user"
     names = {"PWD": os.getcwd(), "HOME": f"/home/{user}", "USER": user, "LOGNAME": user}
     names |= {"HOSTNAME": os.uname().nodename, "SHELL": "/bin/bash", "UID": str(os.getuid())}
@@ -88,14 +87,15 @@ def _shell_variables(job: Mapping[str, int]) -> dict[str, str]:
 
 
 class ShellScript:
-    """Reads each command of each branch once, in the order of the text.
+    """The commands of a script: each command of each branch once, in the order of the text.
 
-    commands: their words. set_twice: variables of which the last of several values is read.
-    job: numbers of the lines for Slurm: nodes, tasks, tasks_per_node.
+    commands: Their words.
+    set_twice: Variables with several values, of which the last is read.
+    job: Numbers of the lines for Slurm: nodes, tasks, tasks_per_node.
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """name: of the text. Raises ConfigurationError, one line, for a quote that has no end."""
+        """Read `text`; raise ConfigurationError with its `name` for a quote that has no end."""
         self.commands: list[list[str]] = []
         self.set_twice: dict[str, None] = {}
         self.text, self._name = text, name
@@ -109,10 +109,11 @@ class ShellScript:
 
     @property
     def has_flags(self) -> bool:
+        """Whether a command has a flag."""
         return any(word.startswith("--") for words in self.commands for word in words)
 
     def number(self, name: str) -> int | None:
-        """Return the whole number that the script sets a variable to, None where it does not."""
+        """Return the whole number that the script sets a variable to, or None."""
         value = self._known.get(name)
         return int(value) if isinstance(value, str) and value.isdecimal() else None
 
@@ -136,7 +137,6 @@ class ShellScript:
                 words = []
 
     def _take(self, raw: list[str]) -> None:
-        """One command."""
         place = 0
         while place < len(raw):
             if found := _ASSIGNMENT.fullmatch(raw[place]):
@@ -167,7 +167,7 @@ class ShellScript:
         self._known[name] = value
 
     def _words(self, raw: str) -> list[str]:
-        """Expand and split into words. Within, \\1 stands between words, \\2 for quotes."""
+        """Expand and split into words. Within, \\1 separates words and \\2 marks quotes."""
         return [word.replace("\2", "") for word in self._text(raw).split("\1") if word]
 
     def _text(self, raw: str) -> str:
@@ -193,7 +193,7 @@ class ShellScript:
         return found
 
     def _value(self, piece: str, text_of: Callable[[str], str]) -> str:
-        """Return the value of an expansion. text_of: reads its default."""
+        """Return the value of an expansion; `text_of` reads its default."""
         is_open = "\0{}\0".format(re.sub(r"\s+", " ", piece))
         if re.match(r"(`|\$\()\s*#", piece):  # a comment within a command
             return ""
@@ -221,7 +221,7 @@ class ShellScript:
         return is_open if value is None else value
 
     def _number(self, raw: str) -> str:
-        """Return the value of $((...)); "" where a part is open."""
+        """Return the value of $((...)), "" if a part is open."""
 
         def known(found: re.Match[str]) -> str:
             value = self._known.get(found[0], self._shell.get(found[0]))

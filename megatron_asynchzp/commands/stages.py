@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what one command line gives: groups, and the bytes of a rank of each pipeline stage, by the
-planner's formulas.
-"""
+"""Computes a command line's groups, and the bytes of a rank of each pipeline stage."""
 
 import importlib.util
 from argparse import Namespace
@@ -24,38 +22,26 @@ from megatron_asynchzp.sharding.layout import FP32_NBYTES
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes that one rank of a pipeline stage holds.
-
-    numel: of the rank's parameters before data parallelism, by sharding group ("dense", "expert").
-    formula: by state, without padding.
-    memory: with padding, and all that comes beside the states.
-    """
+    """The bytes that one rank of a pipeline stage holds."""
 
     index: int
     num_ranks: int
-    numel: dict[str, int]
-    formula: dict[str, float]
-    memory: Memory
+    numel: dict[str, int]  # Before data parallelism, by sharding group ("dense", "expert").
+    formula: dict[str, float]  # By state, without padding.
+    memory: Memory  # With padding, and all that comes in addition to the states.
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """args: validated.
-    lines: what --use-asynchzp changed.
-    parameters: of the whole model.
-    kinds: the groups of rank 0.
-    stages: of each pipeline stage.
-    savings: what memory budgets save, on a rank of the first stage.
-    communicators: the engine's.
-    """
+    """The result of a dry run."""
 
-    args: Namespace
-    lines: list[str]
+    args: Namespace  # Validated.
+    lines: list[str]  # The changes of --use-asynchzp.
     ranks_per_node: int
-    parameters: int
-    kinds: list[GroupKind]
+    parameters: int  # Of the whole model.
+    kinds: list[GroupKind]  # The groups of rank 0.
     stages: list[StageBytes]
-    savings: list[Saving]
+    savings: list[Saving]  # On a rank of the first stage.
     communicators: Communicators
 
     @property
@@ -71,7 +57,7 @@ class DryRun:
 
     @property
     def hccl_nbytes(self) -> int:
-        """Bytes of HCCL's buffers for the engine's communicators; 0 where Ascend is not used."""
+        """Bytes of HCCL's buffers for the engine's communicators; 0 without Ascend."""
         asked = getattr(self.args, "pasa_vendor", None) == "npu-fusion"
         is_on_ascend = asked or importlib.util.find_spec("torch_npu") is not None
         if not is_on_ascend or self.args.distributed_backend == "gloo":
@@ -79,22 +65,23 @@ class DryRun:
         return self.communicators.hccl_nbytes
 
     def left_of(self, device_nbytes: float) -> float:
-        """Return the bytes that the fullest rank leaves of a device; negative: too little."""
+        """Return the bytes that the fullest rank leaves of a device, negative if none."""
         return self.fullest.memory.left_of(device_nbytes) - self.hccl_nbytes
 
 
 def dry_run_of_flags(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> DryRun:
-    """Dry-run flags of pretrain_gpt.py. Raises ConfigurationError for what cannot run."""
+    """Dry-run flags of pretrain_gpt.py. Raises ConfigurationError if they cannot run."""
     return dry_run_of(*pretended_world.parse(list(flags), ranks, ranks_per_node), ranks_per_node)
 
 
 def dry_run_of_script(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> DryRun:
-    """Dry-run any Megatron script. Raises ConfigurationError for what cannot run."""
+    """Dry-run any Megatron script. Raises ConfigurationError if it cannot run."""
     parsed = pretended_world.parse_script(script, flags, ranks, ranks_per_node)
     return dry_run_of(*parsed, ranks_per_node)
 
 
 def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun:
+    """Dry-run validated arguments."""
     costing = costing_of(args)
     with naming_the_flag():
         stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
@@ -129,8 +116,7 @@ def stage_bytes(costing: Costing, args: Namespace, index: int) -> StageBytes:
 
 
 def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, float]:
-    """Stock Megatron's, in buffers whose padding is left out. Gradients have the model's dtype
-    where they are not added up in fp32."""
+    """Return stock Megatron's bytes without padding; gradients are fp32 if it sums in fp32."""
     sizes = held_sizes(args, sharding_group_size(args))
     grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else costing.model.itemsize
     held = costing.with_sizes(sizes)
@@ -140,8 +126,14 @@ def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, fl
 def held_nbytes(
     costing: Costing, index: int, grad: int | None = None, main: int = FP32_NBYTES
 ) -> dict[str, float]:
-    """Return a rank's bytes at rest in pipeline stage `index`, by state. grad, main: bytes of an
-    element of gradients, None for the plan's, and of main parameters."""
+    """Return a rank's bytes at rest in pipeline stage `index`, by state.
+
+    Args:
+        costing: The plan's costs.
+        index: The stage.
+        grad: Bytes of an element of gradients, None for the plan's.
+        main: Bytes of an element of main parameters.
+    """
     if grad is not None:
         costing = replace(costing, plan=replace(costing.plan, main_grad=grad))
     found = costing.states_by_formula(index)

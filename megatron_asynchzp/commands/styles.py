@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how pictures look: colours and what they mean, sizes, titles and the frame of a plot."""
+"""Owns how pictures look: colours and their meaning, sizes, titles and the frame of a plot."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ SIZES_MEANING = (
 
 
 def new_figure(height: float) -> Any:
-    """A matplotlib figure, in inches, without a window. Raises MissingPackage."""
+    """Make a matplotlib figure without a window; `height` in inches."""
     require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def new_figure(height: float) -> Any:
 
 
 def bare(plot: Any, grid: str | None = None) -> None:
-    """Drop the frame's top and right; draw lines across from one axis ("x", "y" or "both")."""
+    """Drop the frame's top and right; draw lines across one axis ("x", "y" or "both")."""
     plot.spines[["top", "right"]].set_visible(False)
     plot.tick_params(labelsize=SMALL)
     if grid is not None:
@@ -54,17 +54,17 @@ def bare(plot: Any, grid: str | None = None) -> None:
 
 
 def set_title(plot: Any, text: str) -> None:
-    """Title a plot with what it shows, above its left end."""
+    """Title a plot above its left end."""
     plot.set_title(text, loc="left", fontsize=NORMAL, fontweight="bold", color=INK)
 
 
 def add_caption(figure: Any, *lines: str) -> None:
-    """Add what a reader must know about the picture, below all plots."""
+    """Add what a reader must know below all plots."""
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=INK)
 
 
 def add_legend(figure: Any, handles: list[Any], ncols: int | None = None) -> None:
-    """Above all plots; in one row unless `ncols` has fewer columns."""
+    """Add a legend above all plots, in one row unless `ncols` has fewer columns."""
     figure.legend(
         handles=handles,
         loc="outside upper left",

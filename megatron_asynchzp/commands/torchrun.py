@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.commands.torchrun ...` is torchrun, but that it says where it waits
-for other nodes, and for three ends. torchrun itself ends
+"""torchrun that names the nodes it waits for, and that ends well in three cases.
 
-- after SIGTERM with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that
-  saved well for a failure;
-- never, where the node of the rendezvous is gone;
-- at once where a rank has failed, and with it the store in which the others look who is missing.
+`python -m megatron_asynchzp.commands.torchrun ...`. torchrun itself ends
+
+- after SIGTERM with 1 and a traceback whatever its ranks did, so a scheduler takes a run that saved
+  well for a failure;
+- never, if the node of the rendezvous is gone;
+- at once if a rank has failed, and with it the store in which the other nodes look for ranks.
 """
 
 import os
@@ -36,8 +37,7 @@ _MOST_ON_A_NODE = 16  # ranks
 
 
 def watch_ranks() -> dict[int, Popen]:
-    """The processes that torchrun starts from now on, by their place on this node; of a place the
-    one that was started last."""
+    """Return the processes that torchrun starts from now on, by place on this node, newest each."""
     started: dict[int, Popen] = {}
     kind: Any = subprocess_handler.SubprocessHandler
     original = kind.__init__
@@ -51,9 +51,10 @@ def watch_ranks() -> dict[int, Popen]:
 
 
 def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
-    """End this process from now on, with a line and status 1, where none of its ranks is left and
-    the store of the c10d rendezvous does not answer: torchrun looks there for further nodes ten
-    times a second, and for its own ranks after that.
+    """End this process with a line and status 1 once its ranks and the store are gone.
+
+    torchrun looks into the c10d store for further nodes ten times a second, and for its own ranks
+    only after that.
     """
     kind: Any = c10d_rendezvous_backend.C10dRendezvousBackend
     original = kind._call_store
@@ -83,7 +84,7 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
 
 
 def watch_meeting(ranks: dict[int, Popen], where: str) -> None:
-    """Write a line to stderr now and then, from now on, until this node has started a rank."""
+    """Write a line to stderr now and then until this node has started a rank."""
 
     def watch() -> None:
         begun = time.monotonic()
@@ -102,8 +103,10 @@ def watch_meeting(ranks: dict[int, Popen], where: str) -> None:
 
 @contextmanager
 def keeping_store(nodes: int) -> Generator[None]:
-    """Around a run of torchrun: after a rank has failed, its store stays for a while, for the ranks
-    of other nodes. What holds it is the error's traceback."""
+    """Keep torchrun's store for a while after a rank has failed, for the ranks of other nodes.
+
+    The error's traceback holds it.
+    """
     try:
         yield
     except ChildFailedError:
@@ -112,7 +115,7 @@ def keeping_store(nodes: int) -> Generator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Return 0 also where SIGTERM came and every rank of this node ended with 0 then."""
+    """Return 0 also if SIGTERM came and then every rank of this node ended with 0."""
     ranks = watch_ranks()
     watch_rendezvous(
         lambda: bool(ranks) and all(rank.poll() is not None for rank in list(ranks.values()))

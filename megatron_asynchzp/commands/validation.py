@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Megatron and --use-asynchzp take a command line, before any rank is started. In a process
-of its own: a script that runs up to Megatron's validation may change its environment.
+"""Checks whether Megatron and --use-asynchzp accept a command line, before any rank starts.
 
     python -m megatron_asynchzp.commands.validation RANKS RANKS_PER_NODE SCRIPT [arguments]
 
-Exit status: 0; 2 with one line where the command line is refused.
+It is a process of its own, as a script that runs up to Megatron's validation may change its
+environment. Exit status: 0; 2 with one line if the command line is refused.
 """
 
 import sys
@@ -24,9 +24,10 @@ _VALIDATES = (("megatron", "training", "arguments.py"), ("argparse.py",), ("proc
 
 
 def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> str | None:
-    """One line for what every rank of the run on this machine would refuse; None where it would
-    train, and where that is not known: a script that fails here before Megatron has read its
-    arguments may need what only torchrun gives it."""
+    """Return the line that every rank would end with; None if the run would train or is unknown.
+
+    A script that fails before Megatron has read its arguments may need what only torchrun gives.
+    """
     sys.path.insert(0, str(script.resolve().parent))  # a Megatron checkout beside the script counts
     try:
         # Only now: it imports Megatron, which that may be.
@@ -46,8 +47,10 @@ def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> 
 
 
 def _refuse_little_in_flight(script: Path, args: Namespace) -> None:
-    """Raise ConfigurationError for a bound below what a step needs. Only Megatron's own scripts
-    build the model that the planner counts."""
+    """Raise ConfigurationError for a bound below the need of a step.
+
+    Only Megatron's own scripts build the model that the planner counts.
+    """
     from megatron_asynchzp.commands.pretended_world import OF_FLAGS
 
     if args.asynchzp_memory_in_flight_gb is None or script.name not in OF_FLAGS:
@@ -79,6 +82,7 @@ def _is_of_the_command_line(error: ConfigurationError) -> bool:
 
 
 def main(argv: list[str]) -> int:
+    """Print the refusal; return the exit status."""
     ranks, per_node, script, *flags = argv
     line = refusal(Path(script), flags, int(ranks), int(per_node))
     if line is None:

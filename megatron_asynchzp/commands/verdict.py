@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a start says of a training command, by the code that a start runs, and what becomes of
-its sharding."""
+"""Owns what a start says of a training command, by the code of a start, and its sharding."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -48,25 +47,19 @@ _IN_ENVIRONMENT = "it has to be in the environment, or Megatron refuses to start
 
 
 class Line(NamedTuple):
-    """Reason why something does not start. by: the flag that --use-asynchzp refuses; "" for what
-    Megatron refuses."""
+    """The reason why a command does not start."""
 
     text: str
-    by: str
+    by: str  # The flag that --use-asynchzp refuses; "" if Megatron refuses.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a start on a command line.
+    """The verdict of a start on a command line."""
 
-    refused: all lines, of which it prints the first.
-    args: validated, without the flags that are refused; None where that is not enough.
-    logged: lines on what is changed in those.
-    """
-
-    refused: list[Line]
-    args: Namespace | None
-    logged: list[str]
+    refused: list[Line]  # All lines; a start prints the first.
+    args: Namespace | None  # Validated, without refused flags; None if Megatron still refuses.
+    logged: list[str]  # Lines on changed arguments.
 
     @property
     def changed(self) -> list[Normalisation]:
@@ -75,20 +68,25 @@ class Verdict:
 
     @property
     def lost(self) -> list[Normalisation]:
-        """Rules that switch off what nothing else gives."""
+        """The rules that switch off a feature without a replacement."""
         return [rule for rule in self.changed if rule.is_lost]
 
     @property
     def environment(self) -> list[str]:
-        """Lines on what has to be in the environment, with which the rest was judged."""
+        """Lines on variables that the environment needs; the rest was judged with them."""
         return [line for line in self.logged if line.endswith(_IN_ENVIRONMENT)]
 
 
 def ask(
     command: Sequence[str], ranks: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]] | ConfigurationError:
-    """Megatron's validated arguments and what is logged of them, or the refusal. command: a script,
-    which need not be here, and flags."""
+    """Return Megatron's validated arguments and the log lines on them, or the refusal.
+
+    Args:
+        command: A script, which may be missing, and flags.
+        ranks: Of the run.
+        ranks_per_node: Of them.
+    """
     refusal = None
     environments = [{"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in _CONNECTIONS]
     for environment in environments:  # grows below
@@ -127,8 +125,10 @@ def lines_of(refusal: ConfigurationError) -> list[Line]:
 
 
 def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
-    """Collect all refusals: what one flag decides is left out, and the rest asked again. command:
-    as for `ask`, without --use-asynchzp."""
+    """Collect all refusals of a command without --use-asynchzp.
+
+    A flag that alone decides a refusal is left out, and the rest is asked again.
+    """
     words, refused = [*command, OURS], list[Line]()
     while isinstance(answer := ask(words, ranks, ranks_per_node), ConfigurationError):
         refused += [line for line in lines_of(answer) if line not in refused]
@@ -144,21 +144,19 @@ def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of one sharding.
-
-    at_rest, peak: bytes of a rank. is_least: whether the peak lacks what another system holds
-    beside states and activations. step_s: predicted, None without a cluster.
-    """
+    """The row of one sharding."""
 
     title: str
     costing: Costing
-    at_rest: float
-    peak: float
+    at_rest: float  # Bytes of a rank.
+    peak: float  # Bytes of a rank.
+    # Whether the peak lacks what another system holds beyond its states and activations.
     is_least: bool
-    step_s: float | None
+    step_s: float | None  # Predicted, None without a cluster.
 
     @property
     def cells(self) -> list[str]:
+        """The row's texts."""
         sizes = self.costing.plan.sizes
         three = f"{sizes.param}, {sizes.grad}, {sizes.optim}"
         peak = f"{'>= ' * self.is_least}{self.peak / GIB:.2f}"
@@ -167,7 +165,6 @@ class Row:
 
 
 def _system_of(given: Namespace) -> Contender:
-    """Return the system whose schedule the user's flags ask for."""
     if given.use_torch_fsdp2:
         return FSDP2
     if given.use_megatron_fsdp:
@@ -181,8 +178,14 @@ def _system_of(given: Namespace) -> Contender:
 def shardings(
     args: Namespace, given: Namespace, cluster: Cluster | None, per_node: int
 ) -> list[Row]:
-    """The user's own, what becomes of it, and the default sizes. args: validated; given: as the
-    user has them, without --use-asynchzp."""
+    """Return the user's own sharding, ours in its place, and the default sizes.
+
+    Args:
+        args: Validated.
+        given: As the user has them, without --use-asynchzp.
+        cluster: For times, or None.
+        per_node: Ranks of a node.
+    """
     setting, group = planned.setting_of(args), sharding_group_size(args)
     on_node = sharding_ranks_per_node(args, per_node)
     costing = planned.costing_of(args, setting)

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs unmodified Megatron-LM on the CPU with gloo: `install()`, `uninstall()`, and the command
-line such a run needs. Megatron is imported by `install()`, never by importing this package.
+"""Run unmodified Megatron-LM on the CPU with gloo: `install()` and `uninstall()`.
 
-A platform for development and tests: it lets a laptop run stock Megatron beside AsyncHZP and
-compare their numbers. It shows nothing about speed on a GPU.
+`install()` imports Megatron; importing this package does not. The platform lets a laptop compare
+AsyncHZP with stock Megatron in numbers. It shows nothing about speed on a GPU.
 """
 
 from megatron_asynchzp.cpu_platform.arguments import apply_cpu_defaults

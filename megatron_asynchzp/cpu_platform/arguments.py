@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a Megatron run on the CPU: what has no CPU form is switched off and logged;
-what the user can only have asked for on purpose is refused.
+"""The command line of a Megatron run on the CPU.
+
+A flag without a CPU form is switched off and logged; one that only a user sets is refused.
 """
 
 import argparse
@@ -50,7 +51,7 @@ _IMPOSSIBLE = {
 def apply_cpu_defaults(args: argparse.Namespace) -> list[str]:
     """Give parsed Megatron arguments the values a CPU needs, before Megatron validates them.
 
-    Returns one line per argument changed. Raises ValueError for a flag that cannot be honoured.
+    Returns one line per changed argument. Raises ValueError for a flag that the CPU cannot honour.
     """
     refused = [
         f"--{name.replace('_', '-')}: {why}"
@@ -72,7 +73,6 @@ def apply_cpu_defaults(args: argparse.Namespace) -> list[str]:
 
 
 def _values_for(args: argparse.Namespace) -> dict[str, Any]:
-    """Values that depend on what was asked for."""
     values: dict[str, Any] = {}
     if getattr(args, "moe_token_dispatcher_type", None) == "flex":  # DeepEP, HybridEP
         values["moe_token_dispatcher_type"] = "alltoall"
@@ -84,5 +84,4 @@ def _values_for(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _brings_attention(args: argparse.Namespace) -> bool:
-    """Whether a flag of ours replaces the core attention by one that knows context parallelism."""
     return bool(getattr(args, "use_pasa_attention", False))

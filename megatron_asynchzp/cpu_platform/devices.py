@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sends every tensor that asks for a CUDA device to the CPU, and gives gloo the collectives that
-only NCCL has. Wrappers on functions, not a TorchFunctionMode: that doubles a step's time.
+"""Send tensors for a CUDA device to the CPU, and give gloo the collectives that only NCCL has.
+
+The wrappers are functions, as a TorchFunctionMode doubles the time of a step.
 """
 
 import functools
@@ -26,7 +27,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
 
 
 def asks_for_cuda(device: Any) -> bool:
-    """Whether a `device` argument means a CUDA device (a bare number does in torch)."""
+    """Return whether a `device` argument means CUDA; torch reads a bare number as CUDA."""
     if device is None:
         return False
     if isinstance(device, torch.device):
@@ -37,7 +38,7 @@ def asks_for_cuda(device: Any) -> bool:
 
 
 def factory_on_cpu(function: Callable) -> Callable:
-    """`function` with its `device` keyword sent to the CPU and nothing pinned."""
+    """Wrap a factory to allocate on the CPU, unpinned."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,7 @@ def factory_on_cpu(function: Callable) -> Callable:
 
 
 def move_on_cpu(move: Callable) -> Callable:
-    """`Tensor.to` or `Module.to`: the device may also come first."""
+    """Wrap `Tensor.to` or `Module.to`, where the device may come first."""
 
     @functools.wraps(move)
     def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,16 +67,16 @@ def move_on_cpu(move: Callable) -> Callable:
 
 
 def stay(self: Any, *_: Any, **__: Any) -> Any:
-    """`cuda()` and `pin_memory()`: the tensor is where it has to be."""
+    """Replace `cuda()` and `pin_memory()`: the tensor stays."""
     return self
 
 
 def nothing(self: Any, *_: Any, **__: Any):
-    """`record_stream()`: no allocator looks at streams here."""
+    """Replace `record_stream()`: the CPU's allocator ignores streams."""
 
 
 def type_as_on_cuda(read_type: Callable) -> Callable:
-    """`Tensor.type()` without arguments: Megatron compares it with "torch.cuda.FloatTensor"."""
+    """Wrap `Tensor.type()`: Megatron compares it with "torch.cuda.FloatTensor"."""
 
     @functools.wraps(read_type)
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +90,7 @@ def type_as_on_cuda(read_type: Callable) -> Callable:
 
 
 def load_on_cpu(load: Callable) -> Callable:
-    """`torch.load`: what was saved from a CUDA device has to come back somewhere."""
+    """Wrap `torch.load` to load tensors of CUDA devices on the CPU."""
 
     @functools.wraps(load)
     def on_cpu(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +102,7 @@ def load_on_cpu(load: Callable) -> Callable:
 
 
 def context_on_cpu(enter: Callable) -> Callable:
-    """`with torch.device("cuda"):` and `torch.set_default_device("cuda")`."""
+    """Wrap `with torch.device("cuda"):` and `torch.set_default_device("cuda")`."""
 
     @functools.wraps(enter)
     def on_cpu(self: Any, device: Any) -> Any:
@@ -111,22 +112,21 @@ def context_on_cpu(enter: Callable) -> Callable:
 
 
 def compile_nothing(model: Callable | None = None, **_: Any) -> Callable:
-    """`torch.compile`, as a function and as a decorator with options."""
+    """Replace `torch.compile`, as a function and as a decorator with options."""
     return model if model is not None else compile_nothing
 
 
 class PreMultipliedSum(NamedTuple):
-    """Multiply each rank's input by `factor`, then sum: NCCL's PREMUL_SUM, which Megatron-FSDP
-    asks for and gloo lacks."""
+    """NCCL's PREMUL_SUM, which scales each rank's input: Megatron-FSDP needs it."""
 
     factor: Any
 
 
 def reduction_with_factor(collective: Callable) -> Callable:
-    """A reduction of torch.distributed that also understands `PreMultipliedSum`.
+    """Wrap a reduction of torch.distributed to apply `PreMultipliedSum`.
 
-    An all-reduce is in place, so its tensor is scaled in place; a reduce-scatter leaves its
-    input alone on NCCL, so a scaled copy is reduced.
+    An all-reduce scales its tensor in place. A reduce-scatter keeps its input, as NCCL's does, and
+    reduces a scaled copy.
     """
     is_in_place = collective.__name__ == "all_reduce"
     names = ("tensor",) if is_in_place else ("output", "input")
@@ -148,13 +148,11 @@ def reduction_with_factor(collective: Callable) -> Callable:
 
 
 def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether gloo has the collective; every rank sees the same sizes, so all decide alike."""
+    """Return whether gloo supports these sizes; all ranks see the same sizes and decide alike."""
     return len({tensor.shape for tensor in tensors}) == 1
 
 
 class _AllOf(NamedTuple):
-    """The handle of several collectives."""
-
     works: list[Any]
 
     def wait(self, *timeout: Any) -> bool:
@@ -164,7 +162,7 @@ class _AllOf(NamedTuple):
 
 
 def gather_of_any_sizes(all_gather: Callable) -> Callable:
-    """`all_gather` of tensors that differ in size between ranks: one broadcast each."""
+    """Wrap `all_gather`: tensors of different sizes take a broadcast each."""
 
     @functools.wraps(all_gather)
     def gathered(tensor_list: list, tensor: torch.Tensor, group: Any = None, async_op=False) -> Any:
@@ -182,7 +180,7 @@ def gather_of_any_sizes(all_gather: Callable) -> Callable:
 
 
 def scatter_of_any_sizes(reduce_scatter: Callable) -> Callable:
-    """`reduce_scatter` of tensors that differ in size between ranks: one reduction each."""
+    """Wrap `reduce_scatter`: tensors of different sizes take a reduction each."""
 
     @functools.wraps(reduce_scatter)
     def scattered(

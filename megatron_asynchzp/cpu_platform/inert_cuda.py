@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `torch.cuda` answers on a machine without a device: one device, streams that order
-nothing (the CPU runs every operation in program order), no device memory, the CPU's generator.
+"""The answers of `torch.cuda` on a machine without a device.
+
+It has one device without memory, the CPU's generator, and streams that order nothing, as the CPU
+runs every operation in program order.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ _NOMINAL_NBYTES = 1 << 40  # "total memory": only ever a divisor
 
 
 class InertStream:
-    """A stream with no queue: whatever it would wait for has already happened."""
+    """A stream without a queue: each operation before it has finished."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self.device = torch.device("cpu")
@@ -31,12 +33,15 @@ class InertStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
+        """Return the one priority."""
         return (0, 0)
 
     def query(self) -> bool:
+        """Return True: no work is pending."""
         return True
 
     def record_event(self, event: "InertEvent | None" = None) -> "InertEvent":
+        """Record an event, now."""
         event = event or InertEvent()
         event.record(self)
         return event
@@ -54,19 +59,21 @@ class InertStream:
 
 
 class InertEvent:
-    """An event that is complete as soon as it exists; times are the host's."""
+    """An event that is complete when it is made, with the host's times."""
 
     def __init__(self, *_: Any, **__: Any):
         self._recorded_s = time.perf_counter()
 
     def record(self, stream: Any = None):
+        """Note the host's time."""
         self._recorded_s = time.perf_counter()
 
     def query(self) -> bool:
+        """Return True: the event is complete."""
         return True
 
     def elapsed_time(self, end_event: "InertEvent") -> float:
-        """Milliseconds, as torch.cuda.Event gives them."""
+        """Return milliseconds, as torch.cuda.Event does."""
         return 1e3 * (end_event._recorded_s - self._recorded_s)
 
     def _nothing(self, *_: Any, **__: Any):
@@ -76,15 +83,13 @@ class InertEvent:
 
 
 class _InertContext(contextlib.nullcontext):
-    """Stands for torch.cuda.device, torch.cuda.device_of, nvtx.range, ..."""
+    """Stand in for torch.cuda.device, torch.cuda.device_of, nvtx.range and their like."""
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
 
 
 class _InertRuntime:
-    """torch.cuda.cudart(): every call succeeds (returns error code 0)."""
-
     cudaError = SimpleNamespace(success=0)
 
     def __getattr__(self, name: str):
@@ -95,8 +100,7 @@ _STREAM = InertStream()
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """A new function that returns `value`: a stand-in has to be unique, as Replacements
-    finds what it stands for by its identity."""
+    """Make a new function that returns `value`: Replacements knows a stand-in by its identity."""
     return lambda *_, **__: value
 
 
@@ -126,7 +130,7 @@ _ANSWERED_BY_ZERO = (
 
 
 def cuda_attributes() -> dict[str, Any]:
-    """The attributes of `torch.cuda` to replace."""
+    """Return the replacements of `torch.cuda`'s attributes."""
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -179,7 +183,7 @@ def rng_attributes() -> dict[str, Any]:
 
 
 def nvtx_attributes() -> dict[str, Any]:
-    """Return the attributes that `torch.cuda.nvtx` offers to code that marks ranges."""
+    """Return the attributes of `torch.cuda.nvtx` that mark ranges."""
     return {
         "range_push": _answer(0),
         "range_pop": _answer(0),

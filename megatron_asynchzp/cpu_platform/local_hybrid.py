@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid model's layers without Transformer Engine, which Megatron's own spec needs:
+"""The layers of a hybrid model without Transformer Engine, which Megatron's own spec needs.
 
     pretrain_hybrid.py --spec megatron_asynchzp.cpu_platform.local_hybrid local_hybrid_stack_spec
 
-Mamba (M), attention (*), MLP (-) and expert (E) layers, and the multi-token prediction of such
-models. The platform gives Mamba layers their kernels (state_space.py).
+It has Mamba (M), attention (*), MLP (-) and expert (E) layers, and multi-token prediction. The
+platform gives Mamba layers their kernels (state_space.py).
 """
 
 from dataclasses import replace
@@ -74,7 +74,6 @@ def _local_hybrid_stack_spec() -> ModuleSpec:
 
 
 def _prediction_spec(norm: Any) -> ModuleSpec:
-    """Norms and projection of a further token's layers; the layers follow the pattern."""
     layer = MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, layer_norm=norm
     )

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Norms for Megatron's local layers that know sequence parallelism and zero-centred weights, which
-Megatron refuses for torch's norms and has in Transformer Engine and apex.
+"""Norms of Megatron's local layers with sequence parallelism and zero-centred weights.
+
+Megatron has both in Transformer Engine and apex only, and refuses them for torch's norms.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ _KINDS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
 class _ZeroCentred(torch.nn.Module):
-    """A norm of torch whose weight is kept as its distance from one."""
+    """A norm of torch whose parameter is the weight minus one."""
 
     def __init__(self, kind: str, hidden_size: int, eps: float):
         super().__init__()
@@ -33,8 +34,8 @@ def torch_norm(
 ) -> torch.nn.Module:
     """Return torch's norm of `config.normalization`, for WrappedTorchNorm.__new__.
 
-    With sequence parallelism its parameters are marked, so that Megatron sums their gradients over
-    tensor-parallel ranks. Raises ValueError for another normalization than the two torch has.
+    With sequence parallelism the parameters are marked, so Megatron sums their gradients over
+    tensor-parallel ranks. Raises ValueError for a normalization that torch lacks.
     """
     if config.normalization not in _KINDS:
         raise ValueError(f"{config.normalization} is not available on the CPU platform")

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the replacements of this folder in place and takes them away again. The list of what is
-replaced is here; what the replacements do is in inert_cuda.py and devices.py.
-"""
+"""Installs and removes the replacements, whose bodies are in inert_cuda.py and devices.py."""
 
 import functools
 import importlib
@@ -36,15 +34,15 @@ _installed = Replacements(package="megatron")
 
 
 def is_installed() -> bool:
-    """Whether Megatron sees the CPU platform now."""
+    """Return whether Megatron sees the CPU platform."""
     return bool(_installed.entries)
 
 
 def install() -> list[str]:
-    """Make the CPU answer as the CUDA device of torch and Megatron.
+    """Make the CPU answer as the CUDA device of torch and Megatron. Idempotent.
 
-    Idempotent, and as good after Megatron was imported as before. Returns one line per attribute
-    replaced (none when the platform was there already); rank 0 logs them at level DEBUG.
+    It works before and after Megatron was imported. Returns one line per replaced attribute, none
+    when the platform is installed; rank 0 logs them at level DEBUG.
     """
     if is_installed():
         return []
@@ -78,7 +76,7 @@ def install() -> list[str]:
 
 
 def uninstall():
-    """Put back every attribute that `install` replaced, and compilation."""
+    """Restore every attribute that `install` replaced, and compilation."""
     if is_installed():
         _installed.restore()
         torch.compiler.set_stance("default")
@@ -130,8 +128,10 @@ def _replace_collectives(names: Replacements):
 
 
 def _replace_compiler(names: Replacements):
-    """No compilation: dynamo asks the CUDA driver for streams, and its table of torch's functions
-    has no room for stand-ins. The stance is for what was compiled before."""
+    """Switch compilation off: dynamo asks the CUDA driver for streams, and knows no stand-ins.
+
+    The stance covers functions that were compiled before.
+    """
     names.replace(torch, "compile", devices.compile_nothing)
     torch.compiler.set_stance("force_eager")
 
@@ -161,8 +161,7 @@ def _replace_megatron(
 
 
 def _replace_attention(names: Replacements, attention: type):
-    """Megatron's local attention computes with values of any width (multi-latent attention), but
-    does not take the widths that it is then built with."""
+    """Let Megatron's local attention be built with the widths of multi-latent attention."""
     build = attention.__init__
 
     @functools.wraps(build)
@@ -177,13 +176,15 @@ def _replace_attention(names: Replacements, attention: type):
 
 
 def replace_mamba(names: Replacements, mixer: ModuleType):
-    """The CUDA kernels of Mamba layers, which are not importable here: Megatron then refuses to
-    build such a layer, and its norm is a stand-in that cannot be built."""
+    """Give Mamba layers their kernels and norm, which come from packages for CUDA."""
 
     class ExtendedRMSNorm(state_space.GroupNorm):
+        """Megatron's norm of a Mamba layer, over plain torch."""
+
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
         ) -> Any:
+            """Describe the weight to a checkpoint as Megatron's norm does."""
             return mixer.make_sharded_tensors_for_checkpoint(
                 self.state_dict(prefix="", keep_vars=True),
                 prefix,
@@ -201,10 +202,12 @@ def replace_mamba(names: Replacements, mixer: ModuleType):
 
 
 def _replace_checkpoints(names: Replacements, optimizer: type):
-    """Megatron's distributed optimizer cannot load what it saved with torch's Adam, which is all
-    there is without Transformer Engine and apex: it asserts that steps were counted before
-    anything was loaded, looks for the count among the tensors of the checkpoint, and gives all
-    parameters one counter, which each of them then advances."""
+    """Let Megatron's distributed optimizer load what it saved with torch's Adam.
+
+    Without Transformer Engine and apex it has torch's Adam alone. It asserts that steps were
+    counted before the load, looks for the count among the checkpoint's tensors, and gives all
+    parameters one counter, which each of them then advances.
+    """
     describe, load = optimizer.sharded_state_dict, optimizer.load_state_dict
     take = optimizer._set_main_param_and_optimizer_states
 
@@ -231,8 +234,7 @@ def _replace_checkpoints(names: Replacements, optimizer: type):
 
 
 def _write_on_cpu(*args: Any) -> None:
-    """Run the loop of the process that writes checkpoints beside training: it is a new interpreter,
-    without the platform, and asks for its CUDA device."""
+    """Install the platform in the new interpreter that writes checkpoints, then run its loop."""
     writer = _import("core.dist_checkpointing.strategies.async_utils").PersistentAsyncCaller
     loop = writer.async_loop
     install()
@@ -248,6 +250,8 @@ def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:
 
 
 def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stand in for maybe_move_tensor_to_cpu, which leaves CPU tensors alone: the token dispatcher
-    asks for an array because all_to_all_single takes numbers as split sizes."""
+    """Replace maybe_move_tensor_to_cpu, which returns CPU tensors unchanged.
+
+    The token dispatcher needs an array: all_to_all_single takes numbers as split sizes.
+    """
     return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor

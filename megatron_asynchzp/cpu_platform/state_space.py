@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The three functions of a Mamba-2 layer that Megatron takes from CUDA packages (mamba_ssm and
-causal_conv1d), in plain torch: the gated scan behind a short convolution, and the group norm.
-They compute the recurrence of "Transformers are SSMs" (arXiv 2405.21060, equation 1 and section
-6), forward by the code below and backward by autograd, in fp32. Knows nothing of Megatron.
+"""The three functions of a Mamba-2 layer that Megatron takes from CUDA packages, in plain torch.
+
+They are the gated scan behind a short convolution, and the group norm, of mamba_ssm and
+causal_conv1d. They compute the recurrence of "Transformers are SSMs" (arXiv 2405.21060, equation 1
+and section 6) in fp32, with autograd's backward. Nothing here knows Megatron.
 """
 
 from typing import Any
@@ -13,17 +14,17 @@ import torch.nn.functional as F
 
 
 def scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk: int
+    x: torch.Tensor,  # (batch, length, heads, width)
+    dt: torch.Tensor,  # (batch, length, heads), positive
+    A: torch.Tensor,  # (heads), negative
+    B: torch.Tensor,  # (batch, length, heads, state)
+    C: torch.Tensor,  # (batch, length, heads, state)
+    chunk: int,
 ) -> torch.Tensor:
-    """h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t,  y_t = C_t h_t, from h_0 = 0.
+    """Compute h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t, y_t = C_t h_t, from h_0 = 0.
 
-    x: (batch, length, heads, width).
-    dt: (batch, length, heads), positive.
-    A: (heads), negative.
-    B, C: (batch, length, heads, state).
-
-    Returns y with the shape of x. `chunk` steps are computed at once as a masked product (section
-    6): it bounds memory and changes rounding only.
+    `chunk` steps form one masked product (section 6); it bounds memory and changes rounding only.
+    Returns y with the shape of x.
     """
     batch, length, heads, width = x.shape
     state = x.new_zeros(batch, heads, width, B.shape[-1])
@@ -46,12 +47,12 @@ def scan(
 
 
 def split_convolve_scan(
-    packed: torch.Tensor,
-    conv_weight: torch.Tensor,
+    packed: torch.Tensor,  # (batch, length, gate + x + B + C + dt), of the first projection
+    conv_weight: torch.Tensor,  # (channels of x, B and C, taps)
     conv_bias: torch.Tensor,
     dt_bias: torch.Tensor,
     A: torch.Tensor,
-    D: torch.Tensor,
+    D: torch.Tensor,  # (heads), or (heads, headdim) with headdim None
     chunk_size: int,
     *,
     activation: str,
@@ -60,15 +61,10 @@ def split_convolve_scan(
     norm_before_gate: bool = False,
     seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `mamba_split_conv1d_scan_combined` for a layer whose norm comes after the gate.
+    """Compute `mamba_split_conv1d_scan_combined` for a layer whose norm follows the gate.
 
-    packed: (batch, length, gate + x + B + C + dt), the output of the first projection.
-    conv_weight: (channels of x, B and C, taps).
-    D: (heads), or (heads, headdim) with headdim None.
-
-    Returns (batch, length, heads * headdim) in the dtype of `packed`.
-
-    Raises NotImplementedError for packed sequences and other activations than SiLU.
+    Returns (batch, length, heads * headdim) in the dtype of `packed`. Raises NotImplementedError
+    for packed sequences and other activations than SiLU.
     """
     if seq_idx is not None or activation != "silu" or norm_before_gate:
         raise NotImplementedError(
@@ -93,12 +89,12 @@ def split_convolve_scan(
 
 
 class GroupNorm(torch.nn.Module):
-    """RMS norm of each group of the last dimension, as mamba_ssm's RMSNorm without a gate."""
+    """The RMS norm of each group of the last dimension, as mamba_ssm's RMSNorm without a gate."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, **options: Any
     ):
-        """options: device and dtype of the weight; norm_before_gate, which needs a gate."""
+        """Make the weight by options; norm_before_gate needs a gate and is ignored."""
         super().__init__()
         options.pop("norm_before_gate", None)
         self.eps = eps
@@ -106,6 +102,7 @@ class GroupNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, **options))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise each group in fp32."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return (normed.flatten(-2) * self.weight.float()).to(x.dtype)
