@@ -5,6 +5,7 @@
 python -m tests.mutants                all mutants; ends with status 1 where one is not caught
 python -m tests.mutants NAME...        some of them
 python -m tests.mutants --write        all, and replaces docs/results/mutants.md and its record
+python -m tests.mutants --page         none, and writes that page again from its record
 python -m tests.mutants --generate 30 --since COMMIT
                                        mutants that a machine makes of lines that changed since
                                        then; a journal has those that ran before
@@ -53,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; default: all")
     parser.add_argument("--write", action="store_true", help="bring page and record up to date")
+    parser.add_argument("--page", action="store_true", help="write the page from its record")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests run together")
     parser.add_argument("--generate", type=int, metavar="N", help="mutants of changed lines")
     parser.add_argument("--since", metavar="COMMIT", help="lines that changed since this commit")
@@ -99,6 +101,9 @@ def main() -> int:
     args = parse_arguments()
     if args.generate:
         return run_machine(args)
+    if args.page:
+        write([])
+        return 0
     try:
         mutants = choose(args.names)
         outcomes = run_mutants(mutants, args.at_once, report)
