@@ -3,6 +3,7 @@
 """What a driver asks the other ranks after a failure, and what it does when another rank failed."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -77,6 +78,17 @@ def driver_that_reports() -> tuple[Driver, list[str]]:
     driver = start_driver(ScheduleConfig("inline"), CpuDevice(), report)
     driver.roll_call = Others()
     return driver, reported
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_driver_without_tasks_or_whose_tasks_have_finished_does_not_stand_still(kind):
+    driver = start_driver(ScheduleConfig(kind), CpuDevice())
+    assert [driver.stalled_s(), driver.stalled_s()] == [0.0, 0.0]
+    driver.submit(Task("gather", "u0", (), lambda: iter(()))).wait()
+    driver.stalled_s()
+    time.sleep(0.01)
+    assert driver.stalled_s() == 0.0
+    driver.close()
 
 
 def test_a_rank_ends_with_another_that_has_failed_and_names_where_it_was():

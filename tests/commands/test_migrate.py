@@ -485,6 +485,8 @@ MICRO = {"train_micro_batch_size_per_gpu": 4}
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, 1, "Refused: bf16 and fp16"),
         ({"zero_optimization": {"offload_param": {"device": "none", "pin": True}}}, 1, "no line"),
         ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, 1, "no line"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, 1, "no line"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, 1, "no line"),
         ({"zero_optimization": {"cpu_offload": False}, "fp16": {"enabled": False}}, 1, "no line"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 1, "Refused: offload_param"),
         ({"zero_optimization": {"stage": 1, "mics_shard_size": 8}}, 1, "mics_shard_size 8"),

@@ -130,6 +130,8 @@ def test_plain_sharding_is_returned_where_hierarchy_gains_nothing():
 def test_what_is_ranked_fits_and_no_simulated_plan_of_a_scheme_is_faster_than_its_baseline():
     outcome = search(space(slow(4, 10.0), 256))
     assert outcome.ranked and all(one.costing.fits for one in outcome.ranked)
+    simulated = [one.costing.plan for one in outcome.ranked]
+    assert all(simulated.count(plan) == 1 for plan in simulated)
     for name, baseline in outcome.baselines.items():
         steps = [one.step_s for one in outcome.ranked if one.scheme == name]
         assert (baseline is None) == (not steps)

@@ -14,7 +14,7 @@ import torch
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
-from megatron_asynchzp.zero.taken_grads import take_grads
+from megatron_asynchzp.zero.taken_grads import take_grads, write_grads
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
@@ -116,3 +116,13 @@ def test_where_layers_write_gradients_themselves_memory_grows_for_those_that_com
 
     in_flight, piece = reduced_in_turn(RecordingDevice(), "main-thread", 2**20, collect)
     assert in_flight == 2 * piece
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_parameter_without_a_gradient_keeps_none_of_the_others_from_their_places(without):
+    unit = new_unit("u", UnitShape(24), recorded_groups((1, 1, 1), 0), torch.float32)
+    places = [torch.full(param.shape, 5.0) for param in unit.params]
+    unit.params[1 - without].grad = torch.ones_like(unit.params[1 - without])
+    write_grads(unit, [0, 1], places, set())
+    assert (places[without] == 5).all() and (places[1 - without] == 1).all()
+    assert all(param.grad is None for param in unit.params)

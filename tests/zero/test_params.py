@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from megatron_asynchzp import ShardSizes, shard
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.params import refuse_views
 
 
 class Holder(nn.Module):
@@ -124,3 +125,31 @@ def test_parameters_beside_each_other_in_one_memory_are_no_mistake():
     frozen = pair_of(overlapping()[0], (False, False))
     for model in (pair_of(rows), pair_of(columns), frozen):
         assert "init_process_group" in refusal_of(model)
+
+
+class Keeping(nn.Module):
+    """A linear layer that keeps a part of its weight, or a copy of it, in a buffer or attribute."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.first, self.layer = nn.Linear(2, 2), nn.Linear(4, 4)
+        keep(self, self.layer.weight.data[1:3])
+
+
+@pytest.mark.parametrize(
+    ("keep", "path"),
+    [
+        (lambda model, part: model.register_buffer("kept", part), "kept"),
+        (lambda model, part: setattr(model.first, "kept", part), "first.kept"),
+        (lambda model, part: setattr(model, "kept", [part]), "kept"),
+        (lambda model, part: model.register_buffer("kept", part.clone()), None),
+    ],
+)
+def test_a_kept_view_of_a_parameter_is_refused_with_both_names(keep, path):
+    model = Keeping(keep)
+    if path is None:
+        refuse_views(model)
+        return
+    with pytest.raises(ConfigurationError, match=r"layer\.weight \(in a Linear\)") as refused:
+        refuse_views(model)
+    assert str(refused.value).startswith(path)
