@@ -3,11 +3,12 @@
 """Ranks that could never meet are told before torchrun waits for them."""
 
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from megatron_asynchzp.commands import meeting
+from megatron_asynchzp.commands import meeting, torchrun
 from megatron_asynchzp.commands.meeting import torchrun_options
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -94,3 +95,23 @@ def test_a_free_port_of_this_machine_is_left_free(used_port):
         port = server.getsockname()[1]
     check_meeting(["--master-port", str(port)])
     socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_node_says_now_and_then_what_it_waits_for_until_it_has_started_a_rank(
+    monkeypatch, capfd, num_before
+):
+    monkeypatch.setattr(torchrun, "_MISSED_AFTER_S", 0.02)
+    monkeypatch.setattr(torchrun, "_MISSED_AGAIN_S", 0.02)
+    ranks: dict = dict.fromkeys(range(num_before))
+    torchrun.watch_meeting(ranks, "node0:29500")
+    said, deadline = "", time.monotonic() + (10 if not num_before else 0.3)
+    while said.count("node0:29500") < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        said += capfd.readouterr().err
+    ranks[0] = None
+    time.sleep(0.1)
+    capfd.readouterr()
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+    assert (said.count("for all nodes to meet at node0:29500;") >= 2) == (num_before == 0)

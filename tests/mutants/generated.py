@@ -160,6 +160,8 @@ def run_generated(
         if known and (known["verdict"] == Verdict.CAUGHT or known["tests"] == digest):
             return known
         row = _run_one(generated, tests, tree) | {"tests": digest}
+        if known:  # a survivor, for which tests were added
+            row["first_verdict"] = known.get("first_verdict", known["verdict"])
         journal.add(row)
         report(row)
         return row

@@ -141,11 +141,19 @@ def generated_table_of(rows: Sequence[dict]) -> str:
         lines.append(f"| `{room}/` | {len(own)} | {caught} | {equivalent} | {left} |")
     lines += ["", "| survivor | in | verdict |", "|---|---|---|"]
     for row in sorted(rows, key=lambda row: (row["file"], row["line"])):
-        if row["verdict"] not in NOTICED:
+        if row["verdict"] not in NOTICED or "first_verdict" in row:
             change = f"`{_short(row['old'])}` → `{_short(row['new'])}`"
-            verdict = f"equivalent: {row['why']}" if "why" in row else row["verdict"]
-            lines.append(f"| {change} | `{row['function']}` | {verdict} |")
+            lines.append(f"| {change} | `{row['function'] or row['file']}` | {_judged(row)} |")
     return "\n".join(lines) + "\n"
+
+
+def _judged(row: Mapping[str, str]) -> str:
+    """Say what became of a survivor."""
+    if "why" in row:
+        return f"equivalent: {row['why']}"
+    if row["verdict"] in NOTICED:
+        return f"test added: `{row['test'].partition('::')[2].partition('[')[0]}`"
+    return row["verdict"]
 
 
 NOTICED = (Verdict.CAUGHT, Verdict.TIMED_OUT)

@@ -163,7 +163,9 @@ def test_the_page_has_the_share_of_each_room_and_every_survivor_with_a_verdict()
         "command": "c", "first": "1 of 3 at first; ",
     }  # fmt: skip
     missed = row | {"key": "b", "verdict": "not caught"}
-    page = generated_table_of([row, missed, missed | {"key": "c", "why": "b is 0"}])
-    assert "1 of 2 caught (50%), 1 equivalent · 1 of 3 at first; [record]" in page
-    assert "| `comm/` | 3 | 1 | 1 | 1 |" in page
-    assert page.count("| `a \\| b` → `a & b` | `f` | ") == 2 and "| equivalent: b is 0 |" in page
+    since = row | {"key": "d", "first_verdict": "not caught", "test": "tests/t.py::test_it[1]"}
+    page = generated_table_of([row, missed, missed | {"key": "c", "why": "b is 0"}, since])
+    assert "2 of 3 caught (67%), 1 equivalent · 1 of 3 at first; [record]" in page
+    assert "| `comm/` | 4 | 2 | 1 | 1 |" in page
+    assert page.count("| `a \\| b` → `a & b` | `f` | ") == 3 and "| equivalent: b is 0 |" in page
+    assert "| test added: `test_it` |" in page
