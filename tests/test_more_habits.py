@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
-from megatron_asynchzp.zero import autograd
+from megatron_asynchzp.zero import grad_hooks
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.loops import (
@@ -63,17 +63,19 @@ from tests.support.toy_models import ToyLM, toy_batch, toy_llama_config, toy_los
 
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
 ELSEWHERE = [
-    import_module(f"tests.test_{name}")
+    import_module(f"tests.{name}")
     for name in (
-        "apart",
-        "changed_behind",
-        "habits",
-        "library_starts",
-        "meta_model",
-        "model_habits",
-        "optimizers",
-        "other_checkpoints",
-        "unlike_ranks",
+        "library.test_inputs",
+        "library.test_saved_parts",
+        "test_apart",
+        "test_changed_behind",
+        "test_habits",
+        "test_library_starts",
+        "test_meta_model",
+        "test_model_habits",
+        "test_optimizers",
+        "test_other_checkpoints",
+        "test_unlike_ranks",
     )
 ]
 
@@ -291,6 +293,8 @@ def groups_by_name(sizes: Sizes) -> None:
 class Both(torch.optim.Optimizer):
     """Two optimizers, which a loop steps as one."""
 
+    is_elementwise = True
+
     def __init__(self, named):
         norms = [param for name, param in named if "norm" in name]
         rest = [param for name, param in named if "norm" not in name]
@@ -447,7 +451,7 @@ def masked_grads(sizes: Sizes) -> None:
         return model
 
     for large in (0, 2**20):
-        with patch.object(autograd, "LARGE_GRAD_NBYTES", large):
+        with patch.object(grad_hooks, "LARGE_GRAD_NBYTES", large):
             trains_alike(sizes, build, after=mask_all)
 
 
@@ -879,7 +883,10 @@ REFUSED: dict[str, list[Refusal]] = {
         (lambda s: s.optimizer.add_param_group({"params": []}), "make all groups in the function")
     ],
     "`weight_norm` after `shard`": [
-        (lambda s: nn.utils.parametrizations.weight_norm(s.model.blocks[1].up), "before shard")
+        (
+            then_trains(lambda m: nn.utils.parametrizations.weight_norm(m.blocks[1].up)),
+            "parametrize (before shard|the model, then shard)",
+        )
     ],
     "`param.data`": [(read_data, "what is written to param.data is lost")],
     "a layer that is removed, weights that are tied later": [
@@ -907,7 +914,7 @@ REFUSED: dict[str, list[Refusal]] = {
         (lambda s: s.model.bfloat16(), "convert or move the model before shard"),
         (lambda s: s.model.blocks[0].double(), "convert or move the model before shard"),
     ],
-    "`fully_shard` after `shard`": [(lambda s: fully_shard(s.model), "leave out FSDP")],
+    "`fully_shard` after `shard`": [(then_trains(fully_shard), "leave out FSDP|without FSDP")],
     "`optimizer.state_dict()` of another rank or system": [
         (state_of_another_rank, "of another rank or other sizes"),
         (

@@ -31,6 +31,7 @@ LAST: dict[str, tuple[dict[str, Any], str]] = {
     "sizes": ({"sizes": ShardSizes(1, 1, 3)}, "sizes is ShardSizes(param=3, grad=3, optim=3, "),
     "a depth": ({"schedule": ScheduleConfig(prefetch_depth=2)}, "schedule.prefetch_depth is 1"),
     "a dtype": ({"param_dtype": torch.bfloat16}, "param_dtype is None"),
+    "a cast": ({"cast_forward_inputs": False}, "cast_forward_inputs is True"),
     "an order of units": ({"units": lambda model: [*model.blocks][::-1]}, "units[0] is blocks.0"),
     "fewer units": ({"units": lambda model: [*model.blocks][:-1]}, "units[2] is blocks.2"),
     "a rate": ({"optimizer": partial(AdamW, lr=2e-2)}, "lr of the optimizer's group 0 is 0.01"),

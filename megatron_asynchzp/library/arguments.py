@@ -35,8 +35,7 @@ _OPTIMIZER = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
 
 
 def checked_group(group: Any) -> dist.ProcessGroup:
-    """The process group of `group`: None for all ranks, a process group, or a DeviceMesh of one
-    dimension."""
+    """Return the process group that `group` (None, a group or a 1-D DeviceMesh) stands for."""
     if not dist.is_initialized():
         raise ConfigurationError(
             "torch.distributed is not initialized; call torch.distributed.init_process_group() "
@@ -58,8 +57,7 @@ def checked_group(group: Any) -> dist.ProcessGroup:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The layers: the members of the outermost ModuleLists and Sequentials of whose class there are
-    several."""
+    """Return the members of the outermost lists of modules that have several of one class."""
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
         count = Counter(type(child) for child in model if any(True for _ in child.parameters()))
         if layers := [child for child in model if count[type(child)] > 1]:
@@ -68,8 +66,7 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def default_sizes(num_ranks: int) -> ShardSizes:
-    """Parameters and gradients within a node, as torchrun tells its ranks, and the optimizer's
-    state over all ranks, along axes that are not long."""
+    """Shard parameters and gradients within a node, and optimizer states over all ranks."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if num_ranks % node:
         node = num_ranks
@@ -108,23 +105,32 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
     return checked
 
 
-def refuse_arguments(sizes: Any, schedule: Any, offload: Any) -> None:
-    """Raise ConfigurationError for what is of another kind than `shard` takes."""
-    if not isinstance(sizes, ShardSizes):
-        raise ConfigurationError(
-            f"sizes is {sizes!r}; it is to be ShardSizes(param, grad, optim), each a number of "
-            "ranks that share one copy, or a mesh"
-        )
-    if not isinstance(schedule, ScheduleConfig):
-        raise ConfigurationError(
-            f"schedule is {schedule!r}; it is to be a ScheduleConfig, as ScheduleConfig('inline')"
-        )
+def refuse_arguments(sizes: Any, schedule: Any, offload: Any, casts_inputs: Any) -> None:
+    """Refuse arguments of another kind than `shard` takes."""
     is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
-    if not (is_number and 0 <= offload <= 1):
-        raise ConfigurationError(
-            f"offload is {offload!r}; it is to be the part of the optimizer states that is on the "
-            "host, from 0 to 1"
-        )
+    for name, value, is_allowed, allowed in (
+        (
+            "sizes",
+            sizes,
+            isinstance(sizes, ShardSizes),
+            "ShardSizes(param, grad, optim), each a number of ranks that share one copy, or a mesh",
+        ),
+        (
+            "schedule",
+            schedule,
+            isinstance(schedule, ScheduleConfig),
+            "a ScheduleConfig, as ScheduleConfig('inline')",
+        ),
+        (
+            "offload",
+            offload,
+            is_number and 0 <= offload <= 1,
+            "the part of the optimizer states that is on the host, from 0 to 1",
+        ),
+        ("cast_forward_inputs", casts_inputs, isinstance(casts_inputs, bool), "True or False"),
+    ):
+        if not is_allowed:
+            raise ConfigurationError(f"{name} is {value!r}; it is to be {allowed}")
 
 
 def refuse_param_dtype(dtype: Any, model: nn.Module) -> None:
@@ -167,8 +173,7 @@ def _is_compiled_with_graphs(one: Any) -> bool:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ConfigurationError where a parameter of `model` is sharded already, or replicated, or
-    a captured graph reads it where it lies now."""
+    """Refuse a model that is sharded, replicated, captured in a graph or made for inference."""
     for path, module in model.named_modules():
         if isinstance(module, _REPLICATING):
             kind = type(module).__name__
@@ -194,6 +199,11 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{name} is sharded already; call shard once for each model, with all its units, "
                 "and build the model again to shard it otherwise"
             )
+        if param.is_inference():
+            raise ConfigurationError(
+                f"{name} was made in torch.inference_mode, where nothing that is made can be "
+                "trained; build the model outside of it"
+            )
 
 
 _ALIKE = "call shard with the same arguments on every rank of the group"
@@ -208,12 +218,13 @@ def refuse_other_arguments(
     sizes: ShardSizes,
     schedule: ScheduleConfig,
     param_dtype: torch.dtype | None,
+    cast_forward_inputs: bool,
     offload: float,
 ) -> None:
-    """Raise ConfigurationError, on every rank of `group`, where its ranks call `shard` with other
-    arguments, or in another environment. Collective over `group`; needs no group of the engine."""
+    """Refuse calls of `shard` that differ between the ranks of `group`. Collective."""
     paths = {module: path for path, module in model.named_modules()}
     found = {"sizes": text_of(sizes), "param_dtype": text_of(param_dtype)}
+    found["cast_forward_inputs"] = text_of(cast_forward_inputs)
     found["offload"] = text_of(float(offload))
     found |= {f"schedule.{name}": text_of(value) for name, value in vars(schedule).items()}
     found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
@@ -238,10 +249,7 @@ def refuse_other_optimizers(
 
 
 def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
-    """All three states over the last dimension of `mesh`, copies of them over the one before:
-    ZeRO-3 of a mesh of one dimension, HSDP of one of two.
-
-    Raises ConfigurationError for another mesh."""
+    """Shard over the last dimension of `mesh` and replicate over the one before."""
     ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim > 2 or ranks != list(range(dist.get_world_size())):
         raise ConfigurationError(
@@ -262,10 +270,13 @@ def refuse_different_models(
     group: dist.ProcessGroup,
     known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
 ) -> None:
-    """Raise ConfigurationError, on every rank of `group`, where its ranks have not the same model:
-    parameters and buffers of the same names, shapes, dtypes and values. Collective over `group`.
+    """Refuse models that differ between the ranks of `group`. Collective.
 
-    known: of parameters of which a rank has only a part by now."""
+    Args:
+        model: Its parameters and buffers need the same names, shapes, dtypes and values.
+        group: The ranks that are compared.
+        known: Descriptions of parameters that this rank has only a part of.
+    """
     lines = {
         name: known[param] if param in known else describe(param)
         for name, param in model.named_parameters()

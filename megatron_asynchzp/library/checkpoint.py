@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a sharded model's checkpoint: which parts of which tensors a rank saves, and how it takes
-them back.
-"""
+"""A sharded model's checkpoint: the parts that a rank saves, and how it loads them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,31 +8,36 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.agreement import settings_of_group, text_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
+from megatron_asynchzp.library.parts import plain
 from megatron_asynchzp.library.state import NOT_THERE, AbsentState, ShardedState
-from megatron_asynchzp.library.trial import StateKind, has_all_at_once, kinds_of_states
+from megatron_asynchzp.library.states import (
+    StateKind,
+    creates_states_in_first_step,
+    kinds_of_states,
+    optimizers_within,
+)
 from megatron_asynchzp.library.whole_values import saved_buffers
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.autograd import HZPRuntime
 
+_OWN_KEYS = {"model", "optim", "grad_record", "param_groups", "optim_keys"}
 _PARAMS = "params"
 """Of a group that is saved: the names of its parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelCheckpoint:
-    """Keys and contents as in ShardedModel.state_dict. parts: all that this rank holds; is_first:
-    whether it saves what all ranks have."""
+    """Makes and loads the state of ShardedModel.state_dict."""
 
     model: nn.Module
     runtime: HZPRuntime
     optimizer: torch.optim.Optimizer
-    parts: Sequence[HeldFragment]
-    is_first: bool
+    parts: Sequence[HeldFragment]  # all that this rank has
+    is_first: bool  # whether this rank saves what all ranks have
 
     @property
     def _trained(self) -> list[TrainedFragment]:
@@ -71,6 +74,18 @@ class ModelCheckpoint:
         )
         return state
 
+    def extra(self, extra: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        """Return the caller's tensors of trained parameters, to be saved as parts."""
+        parts, state = {part.name: part for part in self._trained}, dict[str, Any]()
+        for key, tensors in extra.items():
+            for name, tensor in tensors.items():
+                part = parts.get(name)
+                if problem := _problem_of_extra(key, tensor, part):
+                    raise ConfigurationError(f"extra[{key!r}][{name!r}] {problem}")
+                if part is not None and part.held.numel:
+                    state[f"{key}.{name}"] = part.state_of(plain(tensor.detach()))
+        return state
+
     def _kinds(self) -> dict[nn.Parameter, dict[str, StateKind]]:
         """Return the kinds of states that the optimizer keeps of each parameter, now or later."""
         kinds: dict[nn.Parameter, dict[str, StateKind]] = {}
@@ -83,7 +98,7 @@ class ModelCheckpoint:
             for param in params:
                 for key, value in states.get(param, {}).items():
                     found[key] = StateKind.of(value, values.get(param, param))
-            if not (found and has_all_at_once(self.optimizer)):
+            if not (found and creates_states_in_first_step(self.optimizer)):
                 tried = kinds_of_states(self.optimizer) if tried is None else tried
                 found |= tried[index]  # which no parameter of one element misleads
             kinds |= dict.fromkeys(params, found)
@@ -142,8 +157,7 @@ class ModelCheckpoint:
         return [names[param] for param in group["params"] if param in names]
 
     def _settings_saved(self, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """For each group of the optimizer, what its parameters had: groups may be others, or in
-        another order, than those that were saved."""
+        """Return what each group's parameters had, however the saved groups were ordered."""
         groups = self.optimizer.param_groups
         group_of = {name: one for one in saved for name in one.get(_PARAMS, ())}
         chosen: list[Mapping[str, Any]] = []
@@ -176,23 +190,37 @@ class ModelCheckpoint:
                     )
 
 
+def _problem_of_extra(key: str, tensor: torch.Tensor, part: TrainedFragment | None) -> str | None:
+    """Return why `tensor` cannot be saved by `key` as values of `part`."""
+    if key.partition(".")[0] in _OWN_KEYS:
+        return f"has a key of sharded.state_dict() itself; take another one than {key!r}, as 'ema'"
+    if part is None:
+        return (
+            "has a name of no trained parameter; take the names of "
+            'sharded.optimizer.param_groups[0]["param_names"]'
+        )
+    if tensor.shape != (part.held.numel,):
+        return (
+            f"has shape {tuple(tensor.shape)}; it has to have one value for each of the "
+            f"{part.held.numel} elements of this rank's part, as sharded.optimizer's parameter"
+        )
+    return None
+
+
 def _refuse_inner_states(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigurationError where what an optimizer keeps is in another one within it."""
-    for name, value in vars(optimizer).items():
-        for one in tree_leaves(value):
-            is_inner = isinstance(one, torch.optim.Optimizer) and one is not optimizer
-            if is_inner and one.state is not optimizer.state and any(one.state.values()):
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} keeps states in an optimizer of its own, .{name}, "
-                    "of which a checkpoint would have nothing; let its `state` be theirs, or take "
-                    "one optimizer with groups"
-                )
+    for name, inner in optimizers_within(optimizer):
+        if inner.state is not optimizer.state and any(inner.state.values()):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} keeps states in an optimizer of its own, .{name}, "
+                "of which a checkpoint would have nothing; let its `state` be theirs, or take "
+                "one optimizer with groups"
+            )
 
 
 def _place_of(part: TrainedFragment, key: str, value: Any, kind: StateKind) -> Any:
     """`value`, a state of `part`, for a checkpoint."""
     if kind.per == "element" and value.shape == part.values.shape:
-        return part.state_of(value)
+        return part.state_of(plain(value))
     if kind.per in ("element", "other"):
         raise ConfigurationError(
             f"the optimizer's state {key!r} of {part.name} has shape {tuple(value.shape)} for the "
@@ -231,8 +259,7 @@ _OF_SCHEDULERS = {
 
 
 def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Let `group` have the settings that were saved, and no others (counters, too, are there) but
-    those of a scheduler that was made since."""
+    """Restore the saved settings; of others only those of a newer scheduler stay."""
     saved = settings_of_group(saved)
     for key in settings_of_group(group).keys() - saved.keys() - _OF_SCHEDULERS:
         del group[key]

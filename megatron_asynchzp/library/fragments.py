@@ -16,16 +16,12 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 @dataclass(frozen=True, eq=False)
 class HeldFragment:
-    """The part of one parameter that this rank holds.
-
-    held: its elements, of the row-major parameter; values: 1-D, these elements of the fp32 main
-    parameter where it is trained, else of the model's.
-    """
+    """The part of one parameter that this rank has."""
 
     name: str
     shape: tuple[int, ...]
-    held: Range
-    values: torch.Tensor
+    held: Range  # elements of the row-major parameter
+    values: torch.Tensor  # 1-D, of the fp32 main parameter if trained, else of the model's
 
     def state_of(self, values: torch.Tensor) -> ShardedState:
         """`values` (1-D, of the same elements) for a checkpoint."""
@@ -34,13 +30,12 @@ class HeldFragment:
 
 @dataclass(frozen=True, eq=False)
 class TrainedFragment(HeldFragment):
-    """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
-    over the ranks take this part from this rank, not from a replica of it."""
+    """The part of a trained parameter, for the optimizer."""
 
     unit: HZPUnit
-    param: nn.Parameter
-    grad: torch.Tensor
-    is_counted: bool
+    param: nn.Parameter  # `values` for the optimizer
+    grad: torch.Tensor  # 1-D fp32
+    is_counted: bool  # whether sums over the ranks take this part, and not that of a replica
 
 
 def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:

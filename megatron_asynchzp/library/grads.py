@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the parameters of a sharded model's optimizer answer between two updates, about their
-gradients above all.
-"""
+"""The parameters of a sharded model's optimizer between two updates, and their gradients."""
 
 import sys
 import weakref
@@ -17,6 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.library.parts import (
+    Origin,
+    PartTensor,
+    first_origin,
+    plain,
+    without_torch_function,
+)
 from megatron_asynchzp.zero.guard import DATA, GRAD, SET_GRAD, SHAPELESS
 
 WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
@@ -24,34 +29,20 @@ _GRAD = cast("Any", torch.Tensor).grad
 _DATA = cast("Any", torch.Tensor).data
 set_data: Callable[[nn.Parameter, torch.Tensor], None] = _DATA.__set__
 """As an assignment to the data of any parameter."""
-_ALONE = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 _SCALER = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore
 _NORMS: set[Any] = {
     *(torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm),
     *(torch.nuclear_norm, torch.frobenius_norm, torch.linalg.matrix_norm),
     torch._foreach_norm,  # pyright: ignore
 }
-_COPIES: set[Any] = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__}
 
 
-class PartGrad(torch.Tensor):
-    """A rank's part of a gradient, in the hands of whoever reads it: 1-D, fp32.
+class PartGrad(PartTensor):
+    """A rank's part of a gradient, 1-D fp32.
 
-    It and what is computed of it compute as other tensors do, except for norms: the norm of a part
-    is taken for that of the whole, as torch's gradient clipping does. A GradScaler leaves out a
-    step in which a gradient is not finite: it hears of those of all ranks.
+    Its norm is refused: torch's clipping would take it for that of the whole. A GradScaler skips a
+    step in which any rank's gradient is not finite.
     """
-
-    agree: Callable[[torch.Tensor], None]
-
-    @classmethod
-    def of(cls, grad: torch.Tensor, agree: Callable[[torch.Tensor], None]) -> "PartGrad":
-        """`grad` itself, in the same memory. agree: replaces its argument by the largest over all
-        ranks."""
-        with _ALONE():
-            part = grad.as_subclass(cls)
-        part.agree = agree
-        return part
 
     @classmethod
     def __torch_function__(
@@ -63,63 +54,43 @@ class PartGrad(torch.Tensor):
                 "part; call sharded.clip_grad_norm_(max_norm), which returns the norm of all "
                 "ranks' gradients, and scales none where max_norm is math.inf"
             )
-        if func in _COPIES:
-            return func(plain(args[0]), *args[1:], **(kwargs or {}))
-        part = _first_part(args, kwargs or {})
-        with _ALONE():
-            result = func(*args, **(kwargs or {}))
-        if part is None:
-            return result
+        result = super().__torch_function__(func, types, args, kwargs)
         if func is _SCALER:
-            part.agree(args[1])
-        if isinstance(result, (list, tuple)):
-            parts: list[Any] = [_derived(one, args, part) for one in cast("list[Any]", result)]
-            return parts if type(result) is list else result
-        return _derived(result, args, part)
-
-
-def _first_part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PartGrad | None:
-    for value in (*args, *kwargs.values()):
-        for one in cast("list[Any]", value) if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, PartGrad) and hasattr(one, "agree"):
-                return one
-    return None
-
-
-def _derived(result: Any, args: tuple[Any, ...], part: PartGrad) -> Any:
-    is_new = type(result) is torch.Tensor and not any(result is arg for arg in args)
-    return PartGrad.of(result, part.agree) if is_new and result.dim() else result
-
-
-def plain(grad: torch.Tensor) -> torch.Tensor:
-    """The same tensor, of torch's class."""
-    if type(grad) is torch.Tensor:
-        return grad
-    with _ALONE():
-        return grad.as_subclass(torch.Tensor)
+            cast("Origin", first_origin(args, {})).agree(args[1])
+        return result
 
 
 def grad_of(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient that `param` has now, which nobody waits for."""
-    return _GRAD.__get__(param)
+    with without_torch_function():
+        return _GRAD.__get__(param)
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     """Assign the gradient as to any parameter."""
-    _GRAD.__set__(param, grad)
+    with without_torch_function():
+        _GRAD.__set__(param, grad)
 
 
 class PartParam(nn.Parameter):
-    """The class, between two updates, of an optimizer's parameter: who reads its gradient waits for
-    it. While the optimizer updates it is a plain parameter with a plain gradient.
+    """The class of an optimizer's parameter between two updates.
 
-    await_grads: returns when gradients are complete and in their places; agree: as in PartGrad.
-    is_away: whether its values are on the host between two updates.
+    A read of its gradient waits until gradients are complete. While the optimizer updates, it is a
+    plain parameter with a plain gradient.
     """
 
-    is_away = False
-    await_grads: Callable[[], None]
-    agree: Callable[[torch.Tensor], None]
+    is_away = False  # whether its values are on the host between two updates
+    await_grads: Callable[[], None]  # returns when gradients are complete and in place
+    origin: Origin
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return PartTensor.__torch_function__(func, types, args, kwargs)
+
+    __create_write_items__ = PartTensor.__create_write_items__
+    __create_chunk_list__ = PartTensor.__create_chunk_list__
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -136,7 +107,7 @@ class PartParam(nn.Parameter):
                 "with zero_grad()"
             )
         self.await_grads()
-        set_grad(self, PartGrad.of(value, self.agree))
+        set_grad(self, PartGrad.of(plain(value), self.origin))
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -182,15 +153,13 @@ _MOVES = {getattr(torch.Tensor, name) for name in ("cpu", "cuda", "pin_memory", 
 
 
 class WholeShaped(nn.Parameter):
-    """The class of an optimizer's parameter while the function that makes the optimizer runs, and
-    of all that is computed of it: it says the shape of the whole, by which people build groups.
-    What has one value for each element has those of the part, from which optimizers make states;
-    anything else has none, and values are refused to who asks for them.
+    """The class of parameters, and of all computed from them, while an optimizer is made.
 
-    whole: of the whole shape, on the meta device. made: all that was computed, weakly.
+    It has the shape of the whole parameter, which groups are built by. Tensors with one value per
+    element have the part's values, so that an optimizer can make states; reading values is refused.
     """
 
-    whole: torch.Tensor
+    whole: torch.Tensor  # on the meta device
     made: "list[weakref.ref[WholeShaped]]"
 
     @classmethod
@@ -198,7 +167,7 @@ class WholeShaped(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with _ALONE():
+        with without_torch_function():
             if func in _OF_PART:
                 return func(*args, **kwargs)
             asked = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a model on the meta device gets its values: module by module, and of each unit a rank
-keeps its part as soon as the unit is complete."""
+"""Fills a model on the meta device module by module; a rank keeps its part of each unit."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -30,12 +29,18 @@ def materialize(
     device: torch.device,
     complete: Callable[[nn.Module], object],
 ) -> None:
-    """Allocate the parameters and buffers of `model` on `device`, and let each module's own
-    reset_parameters() fill them, in the order of model.modules(). Tied parameters stay tied. In a
-    model of transformers the `_init_weights` of the model around a module does it otherwise.
+    """Allocate `model` on `device` and let each module's reset_parameters() fill it, in order.
 
-    complete: called with each of `units` when all modules that have its parameters are filled.
-    Raises ConfigurationError, by name, for a module that cannot fill its own tensors.
+    Tied parameters stay tied. In a model of transformers `_init_weights` fills the modules.
+
+    Args:
+        model: On the meta device.
+        units: Modules whose completion is reported.
+        device: Where tensors are allocated.
+        complete: Called with a unit when all modules that have its parameters are filled.
+
+    Raises:
+        ConfigurationError: A module cannot fill its own tensors.
     """
     names = {module: name for name, module in model.named_modules()}
     around = _init_weights_around(model)
@@ -68,8 +73,7 @@ def _init_weights_around(model: nn.Module) -> dict[nn.Module, Callable[[nn.Modul
 
 
 def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
-    """The index of the last module that fills something of `unit`, which may be a module elsewhere
-    that has a tied parameter."""
+    """Return the index of the last module that fills a parameter of `unit`, a tied one too."""
     own, parts = set(unit.parameters()), set(unit.modules())
     return max(
         index
@@ -136,12 +140,10 @@ def _allocate(
 def _fill(
     module: nn.Module, name: str, fill: Fill, own: Sequence[str], device: torch.device
 ) -> None:
-    """Let `fill` give the tensors `own` of `module` their values, and refuse one that it leaves
-    without.
+    """Let `fill` give the tensors `own` of `module` their values; refuse one that it leaves out.
 
-    Floats that nobody fills stay NaN, and what is computed of them is NaN. Other dtypes have no
-    such value: there, and where NaN is left, the same is done again over other memory, with the
-    same random numbers. What is not the same then came from the memory.
+    Unfilled floats stay NaN. Other dtypes have no such value: then, and where NaN is left, `fill`
+    runs again over other memory with the same random numbers, and a difference is a gap.
     """
     generators = _generator_states(device)
     first = _filled(module, fill, own, device, is_again=False)

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a sharded model's optimizer is besides torch's: made of this rank's parts, and guarded
-against uses that know whole parameters only.
-"""
+"""Builds the optimizer of this rank's parts, and guards it against uses that need whole ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -16,7 +14,8 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import TrainedFragment
 from megatron_asynchzp.library.grads import refuse_whole_states, whole_shapes
 from megatron_asynchzp.library.params import refuse_copies
-from megatron_asynchzp.library.trial import refuse_by_trial
+from megatron_asynchzp.library.parts import PartTensor, plain
+from megatron_asynchzp.library.states import refuse_optimizer
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
 NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -29,8 +28,7 @@ _HELD = "asynchzp_held"
 def guarded_optimizer(
     new_optimizer: NewOptimizer, trained: Sequence[TrainedFragment], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `trained` by `new_optimizer`. Raises ConfigurationError for what
-    is no optimizer of them. Afterwards calls are refused that would do less than they say."""
+    """Build the optimizer of `trained`, and refuse calls that would do less than they say."""
     named = [(part.name, part.param) for part in trained]
     if not named:  # a reference or a teacher, which torch's optimizers refuse
         named = [("nothing", nn.Parameter(torch.zeros(0, device=device)))]
@@ -53,7 +51,7 @@ def guarded_optimizer(
             "that its function is called with, and another one for what is not in the model"
         )
     if trained:
-        refuse_by_trial(optimizer)
+        refuse_optimizer(optimizer)
     attributes = cast("Any", optimizer)
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigurationError(
@@ -68,6 +66,14 @@ def guarded_optimizer(
     optimizer.register_state_dict_post_hook(lambda _, state: state.update({_HELD: held}))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: _refuse_other_parts(state, held))
     return optimizer
+
+
+def make_states_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Give the states that a training loop computed from parameters the class of torch's own."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, PartTensor):
+                state[key] = plain(value)
 
 
 @cache

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what a parameter of a sharded model answers while nothing computes with it."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.library.inference import outside_inference
 from megatron_asynchzp.library.state import ShardedState
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.guard import DATA, GRAD, NO_GRAPHS, SET_GRAD, SHARDED_AS, Use
@@ -23,11 +23,6 @@ NO_COPIES = (
     "a sharded model cannot be copied or pickled; save sharded.state_dict() with "
     "torch.distributed.checkpoint, or take the values of sharded.full_params()"
 )
-# What other packages would do with a parameter, by the start of the name of the module that asks.
-_OTHERS = {
-    "torch.distributed.fsdp": "is sharded by shard() already; leave out FSDP",
-    "torch.nn.utils.parametrize": "is sharded already; parametrize it before shard()",
-}
 
 
 def refuse_copies(_protocol: int) -> Any:
@@ -52,16 +47,6 @@ def _convert(
     return model
 
 
-def _refuse_others(name: str) -> None:
-    """Raise ConfigurationError where another package is about to take over the parameter `name`."""
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:
-        asking = str(frame.f_globals.get("__name__"))
-        for start, problem in _OTHERS.items():
-            if asking.startswith(start):
-                raise ConfigurationError(f"{name} {problem}")
-
-
 class _NoDDP:
     """Names for DistributedDataParallel to leave out of a sharded model: who looks is refused."""
 
@@ -82,8 +67,7 @@ class ShardedParams:
         load_state_dict()     takes this rank's part of the whole values
         repr()                says so
 
-    Everything else is refused by name; where parameters are gathered anyway, what only reads them
-    waits for the update to reach them, and is done.
+    Other uses are refused by name. Gathered parameters can be read, after the update reaches them.
     """
 
     def __init__(self, model: nn.Module, runtime: HZPRuntime):
@@ -97,10 +81,7 @@ class ShardedParams:
     def bind(
         self, zero_grad: Callable[[bool], None], no_sync: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """From now on what people do out of habit with the model is right, or refused.
-
-        zero_grad: what the model's own is to do; no_sync: see ShardedModel.
-        """
+        """Make the model's own methods (zero_grad, no_sync, conversions) right, or refuse them."""
         self._runtime.guard(self.answer)
         for param in self._places:
             setattr(param, SHARDED_AS, self.name_of(param))
@@ -123,7 +104,6 @@ class ShardedParams:
         param = next(x for x in leaves if isinstance(x, nn.Parameter) and x in self._places)
         unit, index = self._places[param]
         name = self.name_of(param)
-        _refuse_others(name)
         if use is torch.Tensor.is_contiguous:
             return True
         if use is torch.Tensor.register_post_accumulate_grad_hook:
@@ -174,14 +154,14 @@ class ShardedParams:
             f"{name} is in shards, and not gathered here: call a module that contains it "
             "(model(x), not model.forward(x)), or name the method that uses it to "
             "sharded.register_forward_method(); sharded.full_params() has whole values, each until "
-            "the next is taken"
+            "the next is taken; parametrize before shard(), and leave out FSDP"
         )
 
     def load(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Take this rank's part of `values`, the whole of a parameter of the model, while nothing
-        is in flight."""
+        """Take this rank's part of whole `values` of a parameter, while nothing is in flight."""
         self._load(*self._places[param], values)
 
+    @outside_inference()
     def _load(self, unit: HZPUnit, index: int, values: torch.Tensor) -> None:
         """Take this rank's part of `values`, which is whole, or its part already."""
         held, own = unit.model_param.elements_of(index)
@@ -213,7 +193,7 @@ class ShardedParams:
             if param not in self._places:
                 raise ConfigurationError(
                     f"{name} was added or replaced after the model was sharded, and would not be "
-                    "trained; build the model whole, then shard it"
+                    "trained; build and parametrize the model, then shard it, without FSDP"
                 )
         if len(found) < len(self._places):
             removed = next(param for param in self._places if param not in found)

@@ -1,17 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how the engine is put around a torch module: what is refused first, groups, values of a
-model on the meta device, and the cast to the dtype that it computes in.
-"""
+"""Puts the engine around a torch module: checks, groups, initial values and dtypes."""
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.library.arguments import (
@@ -21,6 +17,7 @@ from megatron_asynchzp.library.arguments import (
     refuse_different_models,
     refuse_sharded,
 )
+from megatron_asynchzp.library.inputs import cast_inputs_of
 from megatron_asynchzp.library.meta_model import is_meta, materialize
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
@@ -52,6 +49,7 @@ def runtime_of(
     schedule: ScheduleConfig,
     device: torch.device = torch.device("cpu"),
     param_dtype: torch.dtype | None = None,
+    casts_inputs: bool = True,
 ) -> HZPRuntime:
     construction = None
     if not is_meta(model):
@@ -62,7 +60,11 @@ def runtime_of(
     all_groups = {"dense": groups}
     if is_meta(model):
         construction = _construct(model, unit_modules, all_groups, group, device)
-    whole = {} if param_dtype is None else _cast_params(model, unit_modules, param_dtype)
+    whole: dict[nn.Parameter, torch.Tensor] = {}
+    if param_dtype is not None:
+        whole = _cast_params(model, param_dtype)
+        if casts_inputs:
+            cast_inputs_of(dict.fromkeys((model, *unit_modules)), param_dtype)
     plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
     runtime = HZPRuntime(
         model,
@@ -103,26 +105,13 @@ def _construct(
     return construction
 
 
-def _cast_params(
-    model: nn.Module, unit_modules: list[nn.Module], dtype: torch.dtype
-) -> dict[nn.Parameter, torch.Tensor]:
-    """Let the floating-point parameters of `model`, and what it and its units are called with, be
-    of `dtype`. Returns the values of those that are trained."""
+def _cast_params(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, torch.Tensor]:
+    """Cast the parameters of `model` to `dtype`; return the values of those that are trained."""
     whole: dict[nn.Parameter, torch.Tensor] = {}
     for param in model.parameters():
         if param.requires_grad:
             whole[param] = param.detach()
         param.data = param.detach().to(dtype)
-
-    def cast(value: Any) -> Any:
-        is_cast = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(dtype) if is_cast else value
-
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(cast, args), tree_map(cast, kwargs)
-
-    for module in dict.fromkeys((model, *unit_modules)):
-        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     return whole
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -37,11 +37,19 @@ from megatron_asynchzp.library.arguments import (
 )
 from megatron_asynchzp.library.checkpoint import ModelCheckpoint
 from megatron_asynchzp.library.fragments import TrainedFragment, fragments_of
-from megatron_asynchzp.library.grads import PartGrad, PartParam, grad_of, plain, set_data, set_grad
+from megatron_asynchzp.library.grads import PartGrad, PartParam, grad_of, set_data, set_grad
+from megatron_asynchzp.library.inference import make_writable, outside_inference
 from megatron_asynchzp.library.meta_model import is_meta
-from megatron_asynchzp.library.optimizer import NewOptimizer, guarded_optimizer, watch_optimizers
+from megatron_asynchzp.library.optimizer import (
+    NewOptimizer,
+    guarded_optimizer,
+    make_states_plain,
+    watch_optimizers,
+)
 from megatron_asynchzp.library.params import ShardedParams
+from megatron_asynchzp.library.parts import Origin, plain
 from megatron_asynchzp.library.runtime import checked_model, runtime_of
+from megatron_asynchzp.library.states import optimizers_within, refuse_early_states
 from megatron_asynchzp.library.whole_values import loadable_tensors, problem_of_values
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -52,6 +60,7 @@ from megatron_asynchzp.zero.params import TRAINED_DTYPES
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
+@outside_inference()
 def shard(
     model: nn.Module,
     units: Iterable[nn.Module] | None = None,
@@ -61,37 +70,34 @@ def shard(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
     param_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
     device: torch.device | str | None = None,
     offload: float = 0.0,
 ) -> "ShardedModel":
-    """Shard `model` over the ranks of `group` and return what a training loop needs beside it.
+    """Shard `model` over the ranks of `group`. Collective over the world.
 
     Afterwards each call of `model` gathers the parameters of its units ahead of their use, and each
-    backward reduces their gradients, beside the computation (AsyncHZP, arXiv 2510.20111). The model
-    must be the same on all ranks of the group. Collective over the world.
+    backward reduces their gradients, while the device computes (AsyncHZP, arXiv 2510.20111).
 
-    units: modules whose parameters are gathered together (usually the layers); what is in none of
-        them is a unit of its own. A parameter that several modules share (tied weights) is found
-        and becomes a unit too. Where None, the members of the outermost ModuleLists and Sequentials
-        of whose class there are several.
-    sizes: ranks that share one copy of parameters, gradients and optimizer states. Where None, the
-        ranks of a node (torchrun's LOCAL_WORLD_SIZE), of a node, and all. A mesh of all ranks with
-        one dimension is ZeRO-3, one with two (replicate, shard) is HSDP.
-    optimizer: called with the name and this rank's part of each trained parameter, which is 1-D,
-        fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
-    group: the default group where None.
-    param_dtype: torch.bfloat16 or float16: parameters are gathered and computed with in it, and
-        fp32 inputs of the model and of its units are cast to it; the fp32 main parameters start
-        from the fp32 values that the model has. None: the dtypes that the model has.
-    device: where a model on the meta device gets its values, from the reset_parameters() of its
-        modules, of which no rank holds more than a unit at a time beside its part. None: torch's
-        accelerator, or the CPU without one.
-    offload: the part of the optimizer states, main parameters included, that is in pinned memory of
-        the host between two updates, from 0 to 1: that of the first units, as few as have so much.
-        They are updated on the device, unit after unit, with the bits of a run without it.
+    Args:
+        model: The same on all ranks of the group. Its parameters are replaced by shards.
+        units: Modules gathered as one. None: the layers in the outermost lists of modules. The rest
+            of the model, and a parameter that several modules share, are units too.
+        sizes: Ranks that share a copy of parameters, gradients and optimizer states. None: a node
+            (LOCAL_WORLD_SIZE), a node, all. A mesh of all ranks: ZeRO-3 (1-D) or HSDP (2-D).
+        optimizer: Called with name and this rank's part of each trained parameter: 1-D, fp32,
+            possibly empty. For example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+        group: None for the default group.
+        schedule: How communication runs in the background.
+        param_dtype: torch.bfloat16 or float16, to gather and compute in; main parameters start from
+            the model's fp32 values. None: the model's dtypes.
+        cast_forward_inputs: Cast floating-point inputs of model and units to `param_dtype`, in
+            containers and dataclasses too. False keeps all bits, of rotary tables say.
+        device: Where a model on the meta device is filled. None: the accelerator, or the CPU.
+        offload: Fraction of the optimizer states that is on the host between two updates.
 
-    Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
-    parameter that cannot be sharded.
+    Raises:
+        ConfigurationError: Invalid sizes or parameters, or calls that differ between ranks.
     """
     unit_modules = checked_model(model, default_units(model) if units is None else units, True)
     new_optimizer = checked_optimizer(optimizer)
@@ -99,41 +105,45 @@ def shard(
     if isinstance(sizes, DeviceMesh):
         sizes = sizes_of_mesh(sizes)
     sizes = default_sizes(group.size()) if sizes is None else sizes
-    refuse_arguments(sizes, schedule, offload)
+    refuse_arguments(sizes, schedule, offload, cast_forward_inputs)
     refuse_param_dtype(param_dtype, model)
     watch_optimizers()
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    where = torch.device(device)
-    there = where if is_meta(model) else next(model.parameters(), torch.empty(0)).device
+    init_device = torch.device(device)
+    first = next(model.parameters(), torch.empty(0))
+    param_device = init_device if is_meta(model) else first.device
     refuse_other_arguments(
         model,
         unit_modules,
         group,
-        there,
+        param_device,
         sizes=sizes,
         schedule=schedule,
         param_dtype=param_dtype,
+        cast_forward_inputs=cast_forward_inputs,
         offload=offload,
     )
-    runtime = runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
+    runtime = runtime_of(
+        model, unit_modules, sizes, group, schedule, init_device, param_dtype, cast_forward_inputs
+    )
     return ShardedModel(model, runtime, new_optimizer, group, offload)
 
 
 def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":
-    """Gives `sharded`, which it does not keep alive."""
+    """Return a function that returns `sharded` and does not keep it alive."""
     ref = weakref.ref(sharded)
 
-    def owner() -> ShardedModel:
-        found = ref()
-        if found is None:
+    def get_owner() -> ShardedModel:
+        owner = ref()
+        if owner is None:
             raise ConfigurationError(
                 "what shard() returned is gone; keep it as long as the model is trained, as in "
                 "sharded = shard(...)"
             )
-        return found
+        return owner
 
-    return owner
+    return get_owner
 
 
 def _changing_params(
@@ -147,27 +157,26 @@ def _changing_params(
 
 
 def _close_at_exit(sharded: "weakref.ref[ShardedModel]") -> None:
-    """A thread that still waits for a collective when the process is torn down would abort it.
+    """Close what is open: a thread that waits for a collective would abort the process.
 
-    Where it ends with an error the other ranks may be gone."""
-    open_one = sharded()
-    if open_one is not None and not hasattr(sys, "last_exc"):
+    After an error the other ranks may be gone, so nothing is closed.
+    """
+    model = sharded()
+    if model is not None and not hasattr(sys, "last_exc"):
         with suppress(Exception):  # the collectives of a group that was destroyed
-            open_one.close()
+            model.close()
 
 
 class ShardedModel:
-    """A sharded model's step, gradient norm and checkpoint; made by `shard`.
+    """A sharded model's step, gradient norm and checkpoint; `shard` makes it.
 
-        for batches in data:
-            sharded.zero_grad()
-            for index, batch in enumerate(batches):
-                sharded.set_is_last_micro_batch(index == len(batches) - 1)
-                loss_of(model, batch).backward()
-            sharded.clip_grad_norm_(1.0)
-            sharded.step()
-
-    optimizer: over this rank's parts of the fp32 main parameters; learning rates are changed there.
+    for batches in data:
+        sharded.zero_grad()
+        for index, batch in enumerate(batches):
+            sharded.set_is_last_micro_batch(index == len(batches) - 1)
+            loss_of(model, batch).backward()
+        sharded.clip_grad_norm_(1.0)
+        sharded.step()
     """
 
     def __init__(
@@ -190,6 +199,7 @@ class ShardedModel:
         trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
         places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
         self._trained = sorted(trained, key=lambda part: places[part.name])
+        # Over this rank's parts of the fp32 main parameters; learning rates are changed there.
         self.optimizer = self._new_optimizer(new_optimizer)
         names = {part.param: part.name for part in self._trained}
         refuse_other_optimizers(self.optimizer, names, group, self._device)
@@ -220,7 +230,7 @@ class ShardedModel:
         before = optimizer.register_step_pre_hook(lambda *call: owner()._before_update(*call))
 
         def register(hook: Any) -> RemovableHandle:
-            """Let `hook` read gradients as outside of the step: ours comes last."""
+            """Run `hook` before the engine's own: it reads gradients as between steps."""
             handle = type(optimizer).register_step_pre_hook(optimizer, hook)
             attributes._optimizer_step_pre_hooks.move_to_end(before.id)
             return handle
@@ -235,7 +245,7 @@ class ShardedModel:
         for part in self._trained:
             param: Any = part.param
             param.await_grads = lambda: owner()._sync_grads()
-            param.agree = lambda values: owner()._take_largest(values)
+            param.origin = Origin(part.name, lambda values: owner()._take_largest(values))
             param.is_away = part.unit.is_main_param_away
         return optimizer
 
@@ -250,7 +260,7 @@ class ShardedModel:
         raise AttributeError(f"a {kind} has no {name}{of_model}", name=name, obj=self)
 
     def _params_of(self) -> dict[HZPUnit, list[nn.Parameter]]:
-        """The optimizer's parameters of each trained unit, in the order of its layout."""
+        """Map each trained unit to the optimizer's parameters, in the order of its layout."""
         params_of: dict[HZPUnit, list[nn.Parameter]] = {}
         for part in self._parts:
             if isinstance(part, TrainedFragment):
@@ -263,6 +273,7 @@ class ShardedModel:
         return HostStates([self.runtime], self.optimizer, self._params_of())
 
     def _take_over_states(self) -> None:
+        make_writable(self.optimizer)
         if self._host_states is not None:
             self._host_states.take_over()
 
@@ -270,7 +281,8 @@ class ShardedModel:
         schedule = self.runtime.schedule
         if not schedule.may_send_early or not self._trained:
             return None
-        if is_elementwise(self.optimizer):
+        # A preview would step optimizers within this one.
+        if is_elementwise(self.optimizer) and not optimizers_within(self.optimizer):
             params_of = {
                 unit: params for unit, params in self._params_of().items() if not unit.is_on_host
             }
@@ -286,12 +298,12 @@ class ShardedModel:
 
     # ---- one step
 
+    @outside_inference()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Start a step: forget all gradients, and whatever an unfinished backward left. The same as
-        `zero_grad` of the model or of the optimizer.
+        """Start a step: forget all gradients. Those of model and optimizer do the same.
 
-        set_to_none: as in torch. Where False, a unit that had gradients has zeros from now on, so
-            that an optimizer goes on to decay it, whether or not a backward reaches it.
+        Args:
+            set_to_none: As in torch. False gives what had a gradient zeros, so it is decayed.
         """
         had_grads = set[HZPUnit]() if set_to_none else set(self.runtime.reductions.reached)
         self.runtime.zero_grads()
@@ -300,23 +312,22 @@ class ShardedModel:
         self._await_grads()
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Before each forward of a step with several micro-batches: whether it is the last one.
+        """Say before a forward whether it belongs to the step's last micro-batch.
 
-        The backward of the last one reduces what all of them added up. A step of one micro-batch
-        does not need this.
+        That one's backward reduces the sum of all. A step of one micro-batch needs no call.
         """
         self.runtime.is_last_micro_batch = is_last
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around all micro-batches of a step but the last one, as with DistributedDataParallel: in
-        place of set_is_last_micro_batch(). The model's attribute `no_sync` is the same."""
+        """Enclose all micro-batches but the last, in place of set_is_last_micro_batch()."""
         self.set_is_last_micro_batch(False)
         try:
             yield
         finally:
             self.set_is_last_micro_batch(True)
 
+    @outside_inference()
     def _sync_grads(self) -> None:
         self.runtime.refuse_use()
         if not self.runtime.are_grads_synced:
@@ -331,13 +342,13 @@ class ShardedModel:
         self._are_in_place = True
 
     def _guarded_grad(self, part: TrainedFragment) -> torch.Tensor | None:
-        """None for a unit that no backward has reached, as in torch."""
+        """Return the gradient, or None if no backward has reached the unit, as in torch."""
         # Anew: the `data` of the last one may lie elsewhere by now.
-        agree, is_reached = cast("PartParam", part.param).agree, part.unit in self.runtime.reached
-        return PartGrad.of(part.grad, agree) if is_reached else None
+        is_reached = part.unit in self.runtime.reached
+        return PartGrad.of(part.grad, cast("PartParam", part.param).origin) if is_reached else None
 
     def _await_grads(self) -> None:
-        """The gradients are not complete: who reads one waits for it."""
+        """Let the next read of a gradient wait until gradients are complete."""
         self._are_in_place = False
         for part in self._trained:
             part.param.__class__ = PartParam
@@ -345,6 +356,7 @@ class ShardedModel:
     def _take_largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
 
+    @outside_inference()
     def _before_update(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ConfigurationError(
@@ -354,12 +366,20 @@ class ShardedModel:
         self.runtime.await_readers()  # an evaluation may have left some after that
         for part in self._trained:
             grad = grad_of(part.param)
+            if grad is not None:
+                refuse_early_states(self.optimizer, part.param, part.name)
             part.param.__class__ = nn.Parameter
             set_grad(part.param, None if grad is None else plain(grad))
         if self._host_states is not None:
             self._host_states.update()
 
     def _after_update(self) -> None:
+        if torch.is_inference_mode_enabled():
+            make_writable(self.optimizer)
+        self._send_params()
+
+    @outside_inference()
+    def _send_params(self) -> None:
         for part in self._trained:  # an optimizer may assign to param.data
             if part.unit.is_main_param_away:
                 continue
@@ -372,11 +392,12 @@ class ShardedModel:
         if self._host_states is not None:  # what the optimizer's state has may be read next
             self._host_states.settle()
 
+    @outside_inference()
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`.
+        """Scale gradients to a global norm of at most `max_norm`; return the norm before that.
 
-        Returns the norm before that, a 0-dim fp32 tensor, the same on all ranks. Collective.
+        It is a 0-dim fp32 tensor, the same on all ranks. Collective.
         """
         self._sync_grads()
         self._clipped_to = text_of(max_norm)
@@ -395,18 +416,22 @@ class ShardedModel:
             grad.mul_(scale)
         return norm
 
+    @outside_inference()
     def step(self) -> None:
-        """Apply the optimizer to this rank's parts and begin to rebuild the parameters. Collective.
+        """Update this rank's parts and begin to rebuild the parameters. Collective.
 
-        Gradients are the mean over the ranks of what each rank's micro-batches added up.
+        Gradients are the mean over the ranks of the sum over each rank's micro-batches.
         """
         with profiler_range("optimizer"):
             self.optimizer.step()
 
     @contextmanager
+    @outside_inference()
     def changing_params(self) -> Iterator[None]:
-        """Around writes to the values of the optimizer's parameters (an average of them is put in
-        their place, say), from which the model's are rebuilt then. Collective."""
+        """Enclose writes to the values of the optimizer's parameters. Collective.
+
+        The model's parameters are rebuilt from them at the end; so an average can be evaluated.
+        """
         self.runtime.refuse_use()
         if any(unit.is_main_param_away for unit in self.runtime.units):
             raise ConfigurationError(
@@ -420,35 +445,36 @@ class ShardedModel:
 
     # ---- asleep
 
+    @outside_inference()
     def sleep(self, level: int = 1) -> None:
-        """Between two steps: free memory of the device for something else, a rollout say. States
-        go to pinned memory of the host in at most ten copies, and come back by `wake`, with the
-        same bits. The memory in flight is freed.
+        """Free memory of the device between two steps, for a rollout say. Collective.
 
-        level: 1 for gradients and optimizer states, 2 for the parameter shards too, after which
-            nothing of the engine is on the device.
+        States go to pinned memory of the host and come back by `wake` with the same bits. Until
+        then only `state_dict` can be called.
 
-        Until `wake` the model must not be called, nor the values of its optimizer's parameters be
-        read; `state_dict` can be saved. Collective.
-
-        Raises ConfigurationError within a step, and where it sleeps already.
+        Args:
+            level: 1 for gradients and optimizer states; 2 for parameter shards too.
         """
+        make_states_plain(self.optimizer)
         self._sleeper.sleep(level)
         for part in self._trained:  # reading what has no memory would end the process
             if not part.unit.is_main_param_away:
                 set_data(part.param, part.values[:0])
 
+    @outside_inference()
     def wake(self) -> None:
-        """Bring back what `sleep` took from the device. Collective.
-
-        Raises ConfigurationError where it does not sleep.
-        """
+        """Bring back to the device what `sleep` took. Collective."""
         self._sleeper.wake()
         for part in self._trained:
             if not part.unit.is_main_param_away:
                 set_data(part.param, part.values)
 
-    def state_dict(self, only_trained: bool = False) -> dict[str, Any]:
+    @outside_inference()
+    def state_dict(
+        self,
+        only_trained: bool = False,
+        extra: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+    ) -> dict[str, Any]:
         """Return the state that torch.distributed.checkpoint saves, or loads in place.
 
             checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
@@ -457,33 +483,37 @@ class ShardedModel:
             checkpoint.load(state, checkpoint_id=folder)
             sharded.load_state_dict(state)
 
-        model.NAME: the parameter, in fp32 if trained, or a persistent buffer, as the first rank has
-        it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
-        settings; grad_record: see KeepBudgets. Nothing is gathered, and hardly anything copied:
-        save before the next step. It can be loaded into other sizes and numbers of ranks. A state
-        that the optimizer does not have yet is saved as not there, and is not there afterwards
-        where such a state is loaded.
+            model.NAME      a parameter, in fp32 if trained, or a persistent buffer of rank 0
+            optim.NAME.KEY  the optimizer's state of it, or that it has none yet
+            param_groups    the optimizer's settings
+            grad_record     see KeepBudgets
 
-        only_trained: leave out parameters that are not trained. Their values stay as they are when
-            such a state is loaded.
+        It loads into any sizes. Save it before the next step: hardly anything is copied.
+
+        Args:
+            only_trained: Leave out frozen parameters, which keep their values in a load.
+            extra: The caller's 1-D tensors by a key and a trained parameter's name, with one value
+                for each element of this rank's part. Saved and loaded as KEY.NAME.
         """
         if not self.runtime.is_asleep:
             self.runtime.settle()
-        return self._checkpoint.state_dict(only_trained)
+        return self._checkpoint.state_dict(only_trained) | self._checkpoint.extra(extra)
 
+    @outside_inference()
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state`: a state_dict() of this object into which
-        torch.distributed.checkpoint.load has read, with only_trained or without. Collective.
-        """
+        """Take over a state_dict() of this object that a checkpoint was loaded into. Collective."""
         self.runtime.refuse_use()
         self._checkpoint.load_state_dict(state)
         self._take_over_states()
 
+    @outside_inference()
     @torch.no_grad()
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and whole value of each parameter, one unit at a time in memory. Collective: every
-        rank must take them all. A value is valid until the next one is taken."""
+        """Yield name and whole value of each parameter. Collective: exhaust it on every rank.
+
+        One unit at a time is in memory; a value is valid until the next is taken.
+        """
         for whole in stream_units(self.runtime):
             yield from whole.params
         self._params.refuse_writes()
@@ -491,48 +521,40 @@ class ShardedModel:
     def stream_weights(
         self, *, receivers: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Generator[tuple[str, torch.Tensor]]:
-        """Name and whole value of each parameter, in the order in which the last step used them,
-        for rollouts or an export. Takes memory for two units: the next one is gathered meanwhile.
+        """Yield name and whole value of each parameter for rollouts, between two steps. Collective.
 
-        A value is there until the next is taken. A tied weight comes once, by its first name;
-        buffers do not come. Between two steps. Collective: every rank has to exhaust it.
+        Two units are in memory. Each rank has to exhaust it; a value is valid until the next is
+        taken. A tied weight comes once, by its first name; buffers do not come.
 
-        receivers: ranks of the group that get values, None for all. The others yield nothing, and
-            get hardly anything (see the page on the library).
-        dtype: torch.float32, bfloat16 or float16, rounded from the fp32 main parameters; None for
-            the bits that the model computes with.
-
-        Raises ConfigurationError, at the first value: within a step, asleep, while another stream
-        is not finished, and for ranks or arguments that are none or differ between ranks.
+        Args:
+            receivers: Ranks of the group that get values; the others yield nothing. None: all.
+            dtype: torch.float32, bfloat16 or float16, rounded from the main parameters. None: the
+                bits that the model computes with.
         """
         call = f"stream_weights(receivers={receivers}, dtype={dtype})"
         for whole in self._stream(call, receivers, dtype):
             yield from whole.params
 
+    @outside_inference()
     def mark_weights(self, name: str) -> None:
-        """From now on record which weights change, for stream_changes(since=name). A mark of the
-        same name is replaced; several of other names may be kept.
+        """Record from now on which weights change, for stream_changes(since=name).
 
-        Costs a bit for each 16-bit parameter element that this rank's optimizer owns.
-
-        Raises ConfigurationError within a step, asleep, and while weights are streamed.
+        Costs a bit for each 16-bit element that this rank's optimizer owns.
         """
         mark(self.runtime, name)
 
     def forget_mark(self, name: str) -> None:
-        """Record nothing for `name` any more. Raises ConfigurationError where it is no mark."""
+        """End a recording. Raises ConfigurationError for an unknown name."""
         drop_mark(self.runtime, name)
 
+    @outside_inference()
     def stream_changes(
         self, since: str, *, receivers: Sequence[int] | None = None
     ) -> Generator[WeightDelta]:
-        """Yield the deltas that turn the weights of the model at mark_weights(since) into those of
-        now, bit for bit, by apply_delta; as stream_weights otherwise. Parameters without a change
-        do not come. A delta may be kept.
+        """Yield exact deltas, for apply_delta, since mark_weights(since).
 
-        No copy of the model is kept: where the fp32 main parameters are rounded to the model's
-        dtype the old and the new value are compared. fp32 parameters, which are not rounded, come
-        whole, and so does what was written otherwise than by a step (load_full_params).
+        As stream_weights, but a delta may be kept and unchanged parameters do not come. fp32 ones
+        come whole, and so do those that something else than a step wrote to (load_full_params).
         """
         call = f"stream_changes(since={since!r}, receivers={receivers})"
         for whole in self._stream(call, receivers, since=since):
@@ -541,6 +563,7 @@ class ShardedModel:
                 if delta.values.numel():
                     yield delta
 
+    @outside_inference()
     @torch.no_grad()
     def _stream(
         self,
@@ -549,33 +572,34 @@ class ShardedModel:
         dtype: torch.dtype | None = None,
         since: str | None = None,
     ) -> Iterator[WholeUnit]:
-        """call: for messages."""
+        """Check a stream's arguments on all ranks, then yield its units. `call` is for messages."""
         self.runtime.between_steps(call.partition("(")[0] + "()")
         size = dist.get_world_size(self._group)
         calls: list[Any] = [None] * size
         dist.all_gather_object(calls, call, group=self._group)
-        if other := next((one for one in calls if one != call), None):
-            raise ConfigurationError(f"this rank calls {call}, another one {other}")
+        if different := next((name for name in calls if name != call), None):
+            raise ConfigurationError(f"this rank calls {call}, another one {different}")
         if receivers is not None and not (receivers and set(receivers) <= set(range(size))):
             raise ConfigurationError(f"{call}: receivers are ranks of the group, 0 to {size - 1}")
         if dtype is not None and dtype not in TRAINED_DTYPES:
             raise ConfigurationError(f"{call}: dtype is torch.float32, bfloat16 or float16")
         ranks = dist.get_process_group_ranks(self._group)
-        chosen = None if receivers is None else {ranks[one] for one in receivers}
+        chosen = None if receivers is None else {ranks[rank] for rank in receivers}
         yield from stream_units(self.runtime, chosen, dtype, since)
         self._params.refuse_writes()
 
+    @outside_inference()
     @torch.no_grad()
     def load_full_params(self, values: Mapping[str, torch.Tensor] | None, source: int = 0) -> None:
-        """Take over whole values of all parameters and persistent buffers, by the names of the
-        model's state_dict, from one rank: tensor by tensor, so that no other rank holds more than
-        one whole. Between two steps; the optimizer's state stays. Collective.
+        """Take over whole values of all parameters and persistent buffers from rank `source`.
 
-        values: on rank `source` of the group; of any device, and of any dtype that the model's
-            holds. A mapping that reads each from a file when it is asked takes no more memory. A
-            tied weight has one of its names, or all with the same values. Not looked at elsewhere.
-        Raises ConfigurationError, on all ranks, for a name that lacks or is not the model's, and
-        for another shape or kind of dtype.
+        Tensor by tensor, so no other rank has more than one whole. Between two steps; the
+        optimizer's state stays. Collective.
+
+        Args:
+            values: On that rank, by the names of the model's state_dict, of any dtype that the
+                model's holds. A mapping may read each from a file. A tied weight has one name.
+            source: Rank of the group.
         """
         self.runtime.refuse_use()
         self.runtime.settle()
@@ -600,26 +624,26 @@ class ShardedModel:
             else:
                 target.copy_(whole)
 
+    @outside_inference()
     def register_forward_method(self, module: nn.Module, name: str) -> None:
-        """Let the method `name` of `module`, which is the model or one of its modules, be called
-        like its forward: as torch's register_fsdp_forward_method."""
+        """Let the method `name` of a module of the model be called like its forward."""
         self.runtime.register_forward_method(module, name)
 
     # ---- what it costs
 
     def take_report(self) -> CommReport:
-        """The communication of the steps since the last call; what Megatron's log line has."""
+        """Return the communication of the steps since the last call."""
         return self._reports.next_report()
 
     @contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
-        """Write what happens inside as a trace of this rank to `file` (JSON, for Perfetto), as with
-        --asynchzp-trace: spans of computation and of each lane of communication."""
+        """Write a trace of this rank's computation and communication to `file`, for Perfetto."""
         with captured_trace(self.runtime.driver.timeline, Path(file), dist.get_rank(self._group)):
             yield
 
     # ---- the end
 
+    @outside_inference()
     def close(self) -> None:
         """Finish what is in flight and end the background threads."""
         self.runtime.close()

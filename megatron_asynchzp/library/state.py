@@ -36,9 +36,11 @@ _OWN_GROUP = (
 
 
 def _refuse_unless_staged() -> None:
-    """[Note: staged] async_save makes an empty tensor like each of the state's, on the CPU, and
-    gives it copies of the attributes. Its stager is not told the process group in which its thread
-    sends later, so it is read where async_save has it.
+    """Refuse any caller but async_save, in a process group of its own.
+
+    [Note: staged] async_save makes an empty tensor like each of the state's, on the CPU, and copies
+    the attributes. torch tells its stager neither that nor the process group in which its thread
+    sends later, so both are read from its stack frame.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _ASYNC_SAVE:
@@ -51,19 +53,16 @@ def _refuse_unless_staged() -> None:
 
 
 class ShardedState(torch.Tensor):
-    """A run of elements of a tensor of `shape`, saved and loaded in place, in boxes.
+    """A run of elements of a tensor, which a checkpoint saves and loads in place, in boxes.
 
-    values: 1-D, the elements `held` of the row-major tensor.
-    is_written: whether this rank saves them. torch.distributed.checkpoint calls the three methods
-        with double underscores (torch.distributed._checkpointable); what other ranks hold it finds
-        by the offsets of their boxes, so a checkpoint can be loaded into any other sharding.
-
-    It asks for a tensor; this one has shape and dtype of the whole, and no elements of its own.
+    It has shape and dtype of the whole tensor and no elements of its own: torch.distributed.
+    checkpoint asks for a tensor and calls the three methods with double underscores. It finds what
+    other ranks have by the offsets of boxes, so any other sharding can load it.
     """
 
-    values: torch.Tensor
+    values: torch.Tensor  # 1-D, the elements `held` of the row-major tensor
     held: Range
-    is_written: bool = True
+    is_written: bool = True  # whether this rank saves them
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], held: Range, values: torch.Tensor) -> "ShardedState":
@@ -134,13 +133,12 @@ NOT_THERE = "not there yet"
 
 
 class AbsentState(ShardedState):
-    """A state that is not there yet. torch.distributed.checkpoint saves it as NOT_THERE, and loads
-    it, if the checkpoint has it, into memory that is taken then.
+    """A state that the optimizer does not have yet, saved as NOT_THERE.
 
-    is_loaded: whether `values` are there now.
+    If a checkpoint has it, it is loaded into memory that is allocated then.
     """
 
-    is_loaded: bool = False
+    is_loaded: bool = False  # whether `values` are there now
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)]
