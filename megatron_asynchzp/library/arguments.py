@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the check of what `shard` is called with: each mistake ends in one line, on every rank."""
+"""Checks the arguments of `shard`: each mistake ends in one line, on every rank."""
 
 import os
 from collections import Counter

@@ -24,7 +24,7 @@ class HeldFragment:
     values: torch.Tensor  # 1-D, of the fp32 main parameter if trained, else of the model's
 
     def state_of(self, values: torch.Tensor) -> ShardedState:
-        """`values` (1-D, of the same elements) for a checkpoint."""
+        """Wrap `values` (1-D, of the same elements) for a checkpoint."""
         return ShardedState(self.shape, self.held, values)
 
 
@@ -46,6 +46,6 @@ def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
         return
     for piece, own in zip(slices, unit.new_fragments(), strict=True):
         named = piece.name, piece.shape, own.held, own.values
-        given = vars(unit.params[own.index]).items()  # by which people build groups
+        given = vars(unit.params[own.index]).items()  # callers build groups by them
         vars(own.param).update(one for one in given if one[0] != SHARDED_AS)
         yield TrainedFragment(*named, unit, own.param, own.grad, unit.is_counted)

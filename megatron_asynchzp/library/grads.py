@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.parts import (
     Origin,
-    PartTensor,
+    ShardTensor,
     first_origin,
     plain,
     without_torch_function,
@@ -37,7 +37,7 @@ _NORMS: set[Any] = {
 }
 
 
-class PartGrad(PartTensor):
+class ShardGrad(ShardTensor):
     """A rank's part of a gradient, 1-D fp32.
 
     Its norm is refused: torch's clipping would take it for that of the whole. A GradScaler skips a
@@ -61,7 +61,7 @@ class PartGrad(PartTensor):
 
 
 def grad_of(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that `param` has now, which nobody waits for."""
+    """Return the present gradient without waiting until it is complete."""
     with without_torch_function():
         return _GRAD.__get__(param)
 
@@ -72,7 +72,7 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
         _GRAD.__set__(param, grad)
 
 
-class PartParam(nn.Parameter):
+class ShardParam(nn.Parameter):
     """The class of an optimizer's parameter between two updates.
 
     A read of its gradient waits until gradients are complete. While the optimizer updates, it is a
@@ -87,10 +87,10 @@ class PartParam(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return PartTensor.__torch_function__(func, types, args, kwargs)
+        return ShardTensor.__torch_function__(func, types, args, kwargs)
 
-    __create_write_items__ = PartTensor.__create_write_items__
-    __create_chunk_list__ = PartTensor.__create_chunk_list__
+    __create_write_items__ = ShardTensor.__create_write_items__
+    __create_chunk_list__ = ShardTensor.__create_chunk_list__
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,7 +107,7 @@ class PartParam(nn.Parameter):
                 "with zero_grad()"
             )
         self.await_grads()
-        set_grad(self, PartGrad.of(plain(value), self.origin))
+        set_grad(self, ShardGrad.of(plain(value), self.origin))
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -115,7 +115,7 @@ class PartParam(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """A write to where the values are: the engine sends them from there."""
+        """Write in place: the engine sends values from this memory."""
         own = self.data
         if self.is_away:
             raise ConfigurationError(
@@ -226,7 +226,7 @@ class WholeShaped(nn.Parameter):
 
 
 class _WithCopies(TorchFunctionMode):
-    """Sees what asks no class of a tensor."""
+    """Handles torch.tensor, which calls no __torch_function__ of a class."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the cast of what modules are called with to the dtype in which they compute."""
+"""Casts the inputs of modules to the dtype in which they compute."""
 
 import copy
 import dataclasses

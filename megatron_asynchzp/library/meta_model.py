@@ -83,7 +83,7 @@ def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
 
 
 class _InitWeights:
-    """A call of `init` with `module`, by the names that a message needs."""
+    """Calls `init` with `module`, under the name that a message needs."""
 
     def __init__(self, init: Callable[[nn.Module], object], module: nn.Module):
         self._init, self._module = init, module
@@ -101,7 +101,7 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _fill_of(
     module: nn.Module, name: str, init_weights: Callable[[nn.Module], object] | None
 ) -> Fill | None:
-    """Find what gives the module's own tensors their values; None where it has none."""
+    """Return the method that fills the module's own tensors, or None if it has none."""
     unfilled = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
     if not unfilled:
         return None

@@ -14,7 +14,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import TrainedFragment
 from megatron_asynchzp.library.grads import refuse_whole_states, whole_shapes
 from megatron_asynchzp.library.params import refuse_copies
-from megatron_asynchzp.library.parts import PartTensor, plain
+from megatron_asynchzp.library.parts import ShardTensor, plain
 from megatron_asynchzp.library.states import refuse_optimizer
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
@@ -22,7 +22,7 @@ NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Makes an optimizer of (name, parameter) pairs, as torch's optimizers take them."""
 
 _HELD = "asynchzp_held"
-"""Where an optimizer's state_dict() says of which elements it is: (parameter, start, stop)."""
+"""The key of an optimizer's state_dict() for the elements it has: (parameter, start, stop)."""
 
 
 def guarded_optimizer(
@@ -72,7 +72,7 @@ def make_states_plain(optimizer: torch.optim.Optimizer) -> None:
     """Give the states that a training loop computed from parameters the class of torch's own."""
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, PartTensor):
+            if isinstance(value, ShardTensor):
                 state[key] = plain(value)
 
 

@@ -48,7 +48,7 @@ def _convert(
 
 
 class _NoDDP:
-    """Names for DistributedDataParallel to leave out of a sharded model: who looks is refused."""
+    """Refuses DistributedDataParallel when it reads which names it has to leave out."""
 
     def __iter__(self) -> Iterator[str]:
         raise ConfigurationError(
@@ -186,7 +186,7 @@ class ShardedParams:
     # ---- changes behind our back
 
     def refuse_changes(self) -> None:
-        """Raise ConfigurationError for a parameter that is not what it was when it was sharded."""
+        """Refuse a parameter that was added, removed, written to or frozen after `shard`."""
         found: set[nn.Parameter] = set()
         for name, param in self._model.named_parameters():
             found.add(param)
@@ -212,7 +212,7 @@ class ShardedParams:
                 )
 
     def refuse_writes(self) -> None:
-        """Raise ConfigurationError for a parameter that somebody has written to."""
+        """Refuse a parameter that other code wrote to."""
         for param, (unit, index) in self._places.items():
             if param._version != unit.sent_record.versions[index]:
                 raise ConfigurationError(

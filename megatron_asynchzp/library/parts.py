@@ -19,18 +19,18 @@ class Origin(NamedTuple):
     agree: Callable[[torch.Tensor], None]  # replaces its argument by the maximum over the ranks
 
 
-class PartTensor(torch.Tensor):
+class ShardTensor(torch.Tensor):
     """A tensor computed from a rank's part of a parameter; so is all that is computed from it.
 
     torch.distributed.checkpoint would take a plain tensor for the same one on all ranks, save the
-    first rank's and load it everywhere. It refuses a PartTensor.
+    first rank's and load it everywhere. It refuses a ShardTensor.
     """
 
     origin: Origin
 
     @classmethod
     def of(cls, tensor: torch.Tensor, origin: Origin) -> Self:
-        """Return a PartTensor in the same memory."""
+        """Return a ShardTensor in the same memory."""
         with without_torch_function():
             part = tensor.as_subclass(cls)
         part.origin = origin

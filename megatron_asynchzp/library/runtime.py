@@ -89,7 +89,7 @@ def _construct(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Construction:
-    """Give a model on the meta device its values, of which this rank keeps its part."""
+    """Fill a model on the meta device; this rank keeps its part of the values."""
     seen: dict[nn.Parameter, Description] = {}
 
     def note(param: nn.Parameter) -> None:

@@ -37,7 +37,7 @@ from megatron_asynchzp.library.arguments import (
 )
 from megatron_asynchzp.library.checkpoint import ModelCheckpoint
 from megatron_asynchzp.library.fragments import TrainedFragment, fragments_of
-from megatron_asynchzp.library.grads import PartGrad, PartParam, grad_of, set_data, set_grad
+from megatron_asynchzp.library.grads import ShardGrad, ShardParam, grad_of, set_data, set_grad
 from megatron_asynchzp.library.inference import make_writable, outside_inference
 from megatron_asynchzp.library.meta_model import is_meta
 from megatron_asynchzp.library.optimizer import (
@@ -157,7 +157,7 @@ def _changing_params(
 
 
 def _close_at_exit(sharded: "weakref.ref[ShardedModel]") -> None:
-    """Close what is open: a thread that waits for a collective would abort the process.
+    """Close a model that is open: a thread that waits for a collective would abort the process.
 
     After an error the other ranks may be gone, so nothing is closed.
     """
@@ -336,7 +336,7 @@ class ShardedModel:
         elif self._are_in_place:
             return
         for part in self._trained:
-            # What somebody has put there stays.
+            # A gradient that the caller assigned stays.
             if not self._are_in_place or grad_of(part.param) is None:
                 set_grad(part.param, self._guarded_grad(part))
         self._are_in_place = True
@@ -345,13 +345,15 @@ class ShardedModel:
         """Return the gradient, or None if no backward has reached the unit, as in torch."""
         # Anew: the `data` of the last one may lie elsewhere by now.
         is_reached = part.unit in self.runtime.reached
-        return PartGrad.of(part.grad, cast("PartParam", part.param).origin) if is_reached else None
+        return (
+            ShardGrad.of(part.grad, cast("ShardParam", part.param).origin) if is_reached else None
+        )
 
     def _await_grads(self) -> None:
         """Let the next read of a gradient wait until gradients are complete."""
         self._are_in_place = False
         for part in self._trained:
-            part.param.__class__ = PartParam
+            part.param.__class__ = ShardParam
 
     def _take_largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
@@ -401,7 +403,7 @@ class ShardedModel:
         """
         self._sync_grads()
         self._clipped_to = text_of(max_norm)
-        # Not part.grad: somebody may have put another one in its place.
+        # Not part.grad: the caller may have assigned another one.
         grads = [
             (part, plain(grad))
             for part in self._trained
@@ -438,7 +440,7 @@ class ShardedModel:
                 "the values of the optimizer's parameters cannot be changed where they are on the "
                 "host: leave out offload, or change them with model.load_state_dict()"
             )
-        self.runtime.settle()  # what is still read of them
+        self.runtime.settle()  # gathers may still read them
         yield
         self.runtime.sync_params()
         self.runtime.rest()
@@ -645,7 +647,7 @@ class ShardedModel:
 
     @outside_inference()
     def close(self) -> None:
-        """Finish what is in flight and end the background threads."""
+        """Finish communication in flight and end the background threads."""
         self.runtime.close()
 
     def __enter__(self) -> Self:

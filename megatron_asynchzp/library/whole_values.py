@@ -13,7 +13,7 @@ _EXTRA = "_extra_state"
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what torch's own state_dict would have of `model` beside its parameters."""
+    """Yield the buffers that torch's own state_dict of `model` would have."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):
             is_saved = name.rpartition(".")[2] not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
