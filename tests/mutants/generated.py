@@ -201,6 +201,8 @@ def _run_one(generated: Generated, tests: Sequence[RunTest], tree: Path) -> dict
         if status is None:
             verdict = Verdict.TIMED_OUT
         failed = _FAILED.findall(text)
+        if status == 1 and not failed:  # no test is to blame
+            raise MutantError(f"{generated.change.key}: pytest did not run:\n{text}")
         test = failed[0] if failed else ""
     change, mutant = generated.change, generated.mutant
     return {
