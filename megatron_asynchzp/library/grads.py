@@ -94,6 +94,7 @@ class ShardParam(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # [Note: caller] Here it would take a step to make states.
         if sys._getframe(1).f_globals.get("__name__") == WHOLE_STATES:
             refuse_whole_states()
         self.await_grads()
@@ -132,6 +133,8 @@ class ShardParam(nn.Parameter):
 
 def refuse_whole_states(*_: object) -> None:
     """Before an optimizer's state_dict(): torch's get_state_dict looks for whole parameters."""
+    # [Note: caller] It reads gradients and states as a training loop does, with nothing that
+    # tells them apart, and drops the states of parameters that are not the model's in silence.
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != WHOLE_STATES:
         frame = frame.f_back
@@ -242,7 +245,7 @@ def whole_shapes(shapes: Mapping[nn.Parameter, Sequence[int]]) -> Iterator[None]
     made: list[weakref.ref[WholeShaped]] = []
     for param, shape in shapes.items():
         one: Any = param
-        one.__class__ = WholeShaped
+        one.__class__ = WholeShaped  # in place: the optimizer keeps these objects
         one.whole, one.made = torch.empty(tuple(shape), device="meta"), made
     try:
         with _WithCopies():

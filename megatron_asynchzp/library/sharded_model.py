@@ -353,7 +353,7 @@ class ShardedModel:
         """Let the next read of a gradient wait until gradients are complete."""
         self._are_in_place = False
         for part in self._trained:
-            part.param.__class__ = ShardParam
+            part.param.__class__ = ShardParam  # in place: the optimizer keeps these objects
 
     def _take_largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
