@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens between two steps: sleep, and whole parameters that leave. Knows no Megatron."""
+"""Operations between two steps: sleep, and whole parameters for a caller. Knows no Megatron."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_asynchzp.at_rest.unit_stream import drop_mark, mark, refuse_unknown_mark
+from megatron_asynchzp.at_rest.unit_stream import check_mark, drop_mark, mark
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.box_elements import ALL, BoxElements, Elements, join
 from megatron_asynchzp.hf.contents import Job, jobs_in_order_of_use, match_keys
@@ -181,7 +181,7 @@ class WeightStream:
             if chunk.runtime.is_in_step:
                 raise ConfigurationError("within a step: call it after optimizer.step()")
             if self._since is not None:
-                refuse_unknown_mark(chunk.runtime, self._since)
+                check_mark(chunk.runtime, self._since)
             chunk.runtime.settle()
 
     @property
