@@ -522,7 +522,7 @@ def follow_in_short(network: Network) -> None:
 
     sharded.load_full_params({name: value + 1 for name, value in rollout.weights.items()})
     assert {delta.name for delta in rollout.follow()} == set(rollout.weights)
-    with pytest.raises(ConfigurationError, match="each until the next is taken"):
+    with pytest.raises(ConfigurationError, match="before the next unit is taken"):
         dict(sharded.stream_weights())
     sharded.close()
 
