@@ -34,26 +34,19 @@ FP8_COPIES_NBYTES, FP4_COPIES_NBYTES = 2.0, 2 * (1 / 2 + 1 / 16)
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of an implementation, by what they keep for backward.
+    """The kernels of an implementation, by what they keep for backward."""
 
-    core: "scores" keeps the softmax of all pairs of tokens (Megatron's own attention, or an unfused
-        one), "pasa" is torch's on a CPU behind PASA, "flash" keeps none of the pairs.
-    is_fused: norms, gates and rotary embeddings keep no intermediate.
-    dropout: whether hidden states drop out, which keeps a mask.
-    attention_dropout: the same for attention.
-    copies_nbytes: of two quantised copies of a number, one of them transposed; 0 where layers
-        compute in the model's dtype.
-    keeps_quantised: of which weights of layers such copies outlive the layer's call.
-    """
-
+    # "scores" keeps the softmax of all pairs of tokens (unfused attention), "pasa" is torch's on a
+    # CPU behind PASA, "flash" keeps none of the pairs
     core: Literal["scores", "pasa", "flash"] = "flash"
-    is_fused: bool = True
-    dropout: bool = False
-    attention_dropout: bool = False
+    is_fused: bool = True  # norms, gates and rotary embeddings keep no intermediate
+    dropout: bool = False  # whether hidden states drop out, which keeps a mask
+    attention_dropout: bool = False  # the same for attention
     has_rope: bool = True
     is_softmax_fp32: bool = False
+    # the weights of layers whose copies outlive the layer's call
     keeps_quantised: Literal["none", "experts", "all"] = "none"
-    copies_nbytes: float = 0.0
+    copies_nbytes: float = 0.0  # of two quantised copies of a number, one transposed; 0 without
 
 
 LOCAL = Kernels("scores", is_fused=False)
@@ -62,16 +55,12 @@ FUSED = Kernels()
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation recomputation: what backward computes again.
+    """Activation recomputation: what backward computes again."""
 
-    granularity: as in --recompute-granularity.
-    method, num_layers: of full recomputation.
-    modules: of selective recomputation, as in --recompute-modules.
-    """
-
-    granularity: Literal["none", "selective", "full"] = "none"
-    method: Literal["uniform", "block"] = "uniform"
-    num_layers: int = 1
+    granularity: Literal["none", "selective", "full"] = "none"  # as in --recompute-granularity
+    method: Literal["uniform", "block"] = "uniform"  # of full recomputation
+    num_layers: int = 1  # of full recomputation
+    # of selective recomputation, as in --recompute-modules
     modules: frozenset[str] = frozenset({"core_attn"})
 
     def has(self, module: str) -> bool:
@@ -80,8 +69,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Setting:
-    """Inputs of the formulas for bytes. tokens: of a rank in one micro-batch; outside: the same
-    where sequence parallelism divides them; pairs: of a query and a key, per head."""
+    """The inputs of the formulas for bytes."""
 
     model: Model
     parallel: Parallel
@@ -91,20 +79,25 @@ class Setting:
 
     @property
     def tokens(self) -> float:
+        """Tokens of a rank in one micro-batch."""
         return self.batch.tokens / self.parallel.cp
 
     @property
     def outside(self) -> float:
+        """The same where sequence parallelism divides them."""
         return self.tokens / (self.parallel.tp if self.parallel.sequence_parallel else 1)
 
     @property
     def pairs(self) -> float:
+        """Pairs of a query and a key, per head."""
         return self.tokens * self.batch.seq_length
 
     @property
     def quantised_nbytes(self) -> float:
-        """Bytes of two quantised copies of a number that projections multiply, 0 without. Beside
-        adapters they are not counted."""
+        """Bytes of two quantised copies of a number that projections multiply, 0 without.
+
+        They are not counted with adapters.
+        """
         return self.kernels.copies_nbytes if self.model.adapters is None else 0.0
 
     @property

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a cluster can do: its ranks, devices and links."""
+"""Owns the abilities of a cluster: its ranks, devices and links."""
 
 import math
 from bisect import bisect_left
@@ -19,29 +19,19 @@ _PAT_OVERLAP, _PAT_RANK_US, _PAT_SPEED = 3.5, 2.8, 0.75
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """One accelerator."""
 
-    tflops: dense peak in the model's dtype.
-    efficiency: the part of it that a layer reaches, in (0, 1].
-    attention_tflops: what fused attention reaches, as it was measured; 0: as the rest of a layer.
-    memory_gib: of the device.
-    reserved_gib: what the driver, Megatron's communicators and the allocator keep from a model.
-    communicator_mib: what each of the engine's communicators keeps beside that (HCCL's buffers).
-    memory_gb_s: speed of its memory.
-    launch_us: what a unit's forward takes beside its FLOPs, its backward twice that (the host's
-        time, norms, activations).
-    step_us: what the host does between an optimizer and the first unit of the next step (logging,
-        reading data), while parameter shards are rebuilt.
-    """
-
-    tflops: float
+    tflops: float  # dense peak in the model's dtype
     memory_gib: float
-    efficiency: float = 0.5
+    efficiency: float = 0.5  # the part of it that a layer reaches, in (0, 1]
     memory_gb_s: float = 2000.0
-    reserved_gib: float = 4.0
+    reserved_gib: float = 4.0  # for the driver, Megatron's communicators and the allocator
+    # of each communicator of the engine, in addition (HCCL's buffers)
     communicator_mib: float = 0.0
-    attention_tflops: float = 0.0
+    attention_tflops: float = 0.0  # of fused attention, as measured; 0: as the rest of a layer
+    # of a unit's forward in addition to its FLOPs, twice that backward (host, norms)
     launch_us: float = 0.0
+    # of the host between an optimizer and the next step's first unit (logging, data)
     step_us: float = 0.0
 
     @property
@@ -62,25 +52,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Link between the ranks of a node, or between the nodes.
+    """The link between the ranks of a node, or between the nodes."""
 
-    gb_s: 1e9 bytes per second, each way, of one rank's link inside a node or of one network card
-        between nodes.
-    cards: of a node, for the link between nodes (ranks share them where they are fewer).
-    shared: whether all ranks of a node share the link inside it.
-    latency_us: of one message from a rank to the next.
-    start_us: of one collective, whatever its size.
-    trees: whether collectives of few bytes may go along a tree, between nodes, as NCCL's do.
-    efficiency: the part of gb_s that is reached, as (bytes of one message, part) pairs in ascending
-        order, interpolated over the logarithm of the bytes.
-    """
-
-    gb_s: float
-    latency_us: float = 0.0
-    start_us: float = 0.0
-    cards: int = 1
-    shared: bool = False
-    trees: bool = False
+    gb_s: float  # 1e9 bytes/s, each way, of a rank's link inside a node or of a card between nodes
+    latency_us: float = 0.0  # of one message from a rank to the next
+    start_us: float = 0.0  # of one collective of any size
+    cards: int = 1  # of a node, for the link between nodes; ranks share them if they are fewer
+    shared: bool = False  # whether all ranks of a node share the link inside it
+    trees: bool = False  # whether small collectives between nodes may go along a tree, as NCCL's do
+    # (bytes of one message, part of gb_s) in ascending order, interpolated over log(bytes)
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def reached(self, message_nbytes: float) -> float:
@@ -100,27 +80,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices.
-
-    inside, between: the links within a domain and from domain to domain.
-    nodes_per_domain: how many nodes the links inside join: 18 of 4 GB200s share NVLink.
-    runs_ahead: whether the host issues work ahead of the device, as with CUDA.
-    imbalance: by how much of its length the slowest rank's computation of a micro-batch is longer
-        than the mean (variable sequence lengths, stragglers), for `Cluster.slowest`.
-    source: where the figures come from.
-    failures: None where the file states none.
-    """
+    """Equal nodes of equal devices."""
 
     name: str
     nodes: int
     ranks_per_node: int
     device: Device
-    inside: Link
-    between: Link
-    runs_ahead: bool = True
-    imbalance: float = 0.0
-    source: str = ""
-    nodes_per_domain: int = 1
+    inside: Link  # within a domain
+    between: Link  # from domain to domain
+    runs_ahead: bool = True  # whether the host issues work ahead of the device, as with CUDA
+    imbalance: float = 0.0  # how much longer the slowest rank computes than the mean (stragglers)
+    source: str = ""  # of the figures
+    nodes_per_domain: int = 1  # that the links inside join: 18 of 4 GB200s share NVLink
     failures: Failures | None = None
 
     @property
@@ -139,13 +110,16 @@ class Cluster:
 
     @property
     def slowest(self) -> float:
-        """Factor on the computation of the slowest rank. Stragglers: the largest of n equal normal
-        deviates grows as sqrt(2 ln n), so it does; `imbalance` is one standard deviation."""
+        """Factor on the computation of the slowest rank.
+
+        The largest of n equal normal deviates grows as sqrt(2 ln n); `imbalance` is one standard
+        deviation.
+        """
         return 1 + self.imbalance * math.sqrt(2 * math.log(max(1, self.num_ranks)))
 
     @property
     def doubts(self) -> list[str]:
-        """A line where `efficiency` is none that layers reach, with what it is likely to mean."""
+        """A line on an `efficiency` that no layer reaches, with its likely meaning."""
         part, peak = self.device.efficiency, self.device.tflops
         if 0.1 <= part <= 1:  # whole models of small layers reach a tenth
             return []
@@ -156,9 +130,9 @@ class Cluster:
         ]
 
     def with_ranks(self, num_ranks: int) -> "Cluster":
-        """Return the same nodes, as many as `num_ranks` need; a part of one where they are fewer.
+        """Return the same nodes for `num_ranks`, or a part of one node.
 
-        Raises ConfigurationError where they do not fill the last node.
+        Raises ConfigurationError if the ranks do not fill the last node.
         """
         if num_ranks <= self.ranks_per_node:
             return replace(self, nodes=1, ranks_per_node=num_ranks, nodes_per_domain=1)
@@ -178,37 +152,28 @@ class Cluster:
 
 
 class Cost(NamedTuple):
-    """Time of a collective, in seconds.
+    """The time of a collective, in seconds."""
 
-    busy_s: for which its slowest link is taken.
-    latency_s: which pass while that is free for others.
-    """
-
-    busy_s: float = 0.0
-    latency_s: float = 0.0
+    busy_s: float = 0.0  # the slowest link is taken
+    latency_s: float = 0.0  # the links are free for others
 
     @property
     def alone_s(self) -> float:
-        """Seconds until it ends where nothing else uses the links."""
+        """Seconds until it ends if nothing else uses the links."""
         return self.latency_s + self.busy_s
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks along one axis of a mesh, on the nodes of a cluster.
-
-    size: ranks.
-    in_node: of them on one node.
-    rings_per_node: how many such rings use a node at the same time, because all ranks do the same.
-    """
+    """The ranks along one axis of a mesh, on the nodes of a cluster."""
 
     size: int
-    in_node: int
-    rings_per_node: int
+    in_node: int  # its ranks on one node
+    rings_per_node: int  # that use a node at the same time
 
     @classmethod
     def of_axis(cls, size: int, distance: int, ranks_per_node: int) -> "Ring":
-        """Make the ring of an axis. `distance`: of neighbours, in global ranks."""
+        """Make the ring of an axis whose neighbours are `distance` global ranks apart."""
         in_node = min(size, max(1, -(-ranks_per_node // distance)))
         return cls(size, in_node, max(1, ranks_per_node // in_node))
 
@@ -221,8 +186,10 @@ class Ring:
         return self.nodes > 1
 
     def sharing_inside(self, link: Link) -> float:
-        """Return how many ranks use one link within a node in a turn. The last rank of a node's
-        part of a ring sends to another node."""
+        """Return how many ranks use one link within a node in a turn.
+
+        The last rank of a node's part of a ring sends to another node.
+        """
         return self.rings_per_node * (self.in_node - self.crosses_nodes) if link.shared else 1.0
 
     def sharing_between(self, link: Link) -> float:
@@ -230,19 +197,21 @@ class Ring:
         return self.rings_per_node / link.cards
 
     def node_nbytes(self, nbytes: float) -> float:
-        """Return the bytes that leave a node when all its rings gather or reduce-scatter tensors of
-        `nbytes`: each ring leaves a node once and sends all pieces but one there."""
+        """Return the bytes that leave a node when all its rings gather or reduce-scatter `nbytes`.
+
+        Each ring leaves a node once and sends all pieces but one there.
+        """
         if not self.crosses_nodes:
             return 0.0
         return self.rings_per_node * nbytes * (self.size - 1) / self.size
 
     def exchanged_node_nbytes(self, nbytes: float) -> float:
-        """Bytes leaving a node when every rank sends each of `size` ranks its part of `nbytes`."""
+        """Return the bytes that leave a node when every rank sends each rank a part of `nbytes`."""
         leaving = nbytes * (self.size - self.in_node) / self.size
         return self.rings_per_node * self.in_node * leaving
 
     def exchange(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Return an all-to-all's cost, where each rank holds `nbytes` for all ranks together."""
+        """Return the cost of an all-to-all: each rank has `nbytes` for all ranks together."""
         if self.size == 1:
             return Cost()
         message = nbytes / self.size
@@ -258,8 +227,10 @@ class Ring:
         return Cost(max(paces), 1e-6 * (start_us + latency_us))
 
     def gather(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Return the cost of an all-gather or reduce-scatter of `nbytes` (the whole tensor): a turn
-        of the ring, or where one rank of each node takes part NCCL's PAT, whichever is faster."""
+        """Return the cost of an all-gather or reduce-scatter of a whole tensor of `nbytes`.
+
+        It is a turn of the ring, or a faster NCCL PAT if one rank of each node takes part.
+        """
         ring = self.turn(nbytes, cluster)
         if not (cluster.outside.trees and self.in_node == 1 and self.crosses_nodes):
             return ring
@@ -269,7 +240,7 @@ class Ring:
         return min(ring, pat, key=lambda cost: cost.alone_s)
 
     def all_reduce(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Cost of all-reducing `nbytes`: two turns of the ring, or up and down a tree of nodes."""
+        """Return an all-reduce's cost: two turns of the ring, or up and down a tree of nodes."""
         turn = self.turn(nbytes, cluster)
         ring = Cost(2 * turn.busy_s, 2 * turn.latency_s)
         if not (cluster.outside.trees and self.crosses_nodes):
@@ -280,12 +251,12 @@ class Ring:
         return min(ring, tree, key=lambda cost: cost.alone_s)
 
     def turn(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Return the cost of an all-gather or reduce-scatter of `nbytes` (the whole tensor).
+        """Return the cost of one turn of the ring with a whole tensor of `nbytes`.
 
-        n - 1 messages of nbytes / n follow each other on each link; a piece passes every rank, so
-        that the latency is the sum over one turn. All links work at the same time: the slowest
-        sets the pace. Where several ranks use a link or a card, the others' messages fill the
-        time for which one waits for its next, all but the last.
+        n - 1 messages of nbytes / n follow each other on each link. A piece passes every rank, so
+        the latency is the sum over one turn. All links work at the same time, and the slowest sets
+        the pace. On a shared link or card the messages of other ranks fill the time in which a rank
+        waits for its next message, all but the last.
         """
         if self.size == 1:
             return Cost()

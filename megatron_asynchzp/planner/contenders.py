@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how other systems shard, and when they send: what a plan is held against. As their sources
-have it in November 2026; what they do beside that (buckets, graphs, symmetric memory) is not known
-here.
+"""Owns how other systems shard and when they send, as their sources have it in November 2026.
 
-    distributed optimizer   sums of gradients once a step, beside the last backward
+Their buckets, graphs and symmetric memory are not known here.
+
+    distributed optimizer   sums of gradients once a step, during the last backward
     FSDP2                   gathers in each forward and backward, reduces in each backward
     FSDP2's HSDP            the same within a node, and sums over nodes in each backward too
-    Megatron-FSDP           as FSDP2 within a node, over nodes once a step, beside the last backward
+    Megatron-FSDP           as FSDP2 within a node, over nodes once a step, during the last backward
     GTP                     the same; the optimizer over all
 """
 
@@ -18,27 +18,26 @@ from megatron_asynchzp.planner.plan import Plan
 
 @dataclass(frozen=True)
 class Contender:
-    """One of them. sizes: of parameters, gradients and optimizer: 1, "node" or "all" ranks.
-    sums_each: see Plan."""
+    """A system to compare a plan with."""
 
     name: str
+    # of parameters, gradients and optimizer: 1, "node" or "all" ranks
     sizes: tuple[int | str, int | str, int | str]
-    sums_each: bool = False
+    sums_each: bool = False  # see Plan
 
     @property
     def needs_nodes(self) -> bool:
-        """Whether it is another one where all ranks share a node."""
+        """Whether it needs several nodes to differ from another system."""
         return "node" in self.sizes
 
     def numbers(self, ranks: int, in_node: int) -> tuple[int, int, int]:
-        """Return its sizes in a sharding group of `ranks`, of which `in_node` share a node."""
+        """Return its sizes in a sharding group of `ranks` with `in_node` ranks on a node."""
         number = {"node": in_node, "all": ranks}
         param, grad, optim = (number.get(str(size), size) for size in self.sizes)
         return int(param), int(grad), int(optim)
 
     def plan(self, like: Plan) -> Plan:
-        """Plan its schedule for `like`'s sizes, batch and recomputation; collectives go along whole
-        axes."""
+        """Plan its schedule for the sizes, batch and recomputation of `like`, along whole axes."""
         return replace(
             like,
             sizes=replace(like.sizes, cuts=()),

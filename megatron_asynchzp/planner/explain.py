@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns why a plan was chosen: what limits it, and how far plainer ones are behind."""
+"""Explains the choice of a plan: its limit, and how far plainer plans are behind."""
 
 from math import ceil, inf
 
@@ -49,12 +49,12 @@ def limit(best: Candidate) -> str:
 
 
 def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
-    """One line for each other system: how much longer its step is, and why."""
+    """Compare each other system in one line: how much longer its step is, and why."""
     return [_against(one.name, found, best) for one, found in outcome.contenders.items()]
 
 
 def stay(outcome: Outcome, best: Candidate) -> str:
-    """Name who need not change, because nothing is gained over it; "" where all gain."""
+    """Name the systems over which little or nothing is gained, "" for none."""
     gains = {
         one.name: found.step_s / best.step_s - 1
         for one, found in outcome.contenders.items()
@@ -121,7 +121,7 @@ def _against(name: str, other: Candidate | None, best: Candidate) -> str:
 
 
 def hierarchy(outcome: Outcome, best: Candidate) -> str:
-    """Whether shard sizes of our own are worth it here."""
+    """Say whether shard sizes of our own are worth it here."""
     flat = [one for name, one in outcome.baselines.items() if one is not None and name != "HSDP"]
     if best.scheme in FLAT:
         gain = best.step_s / outcome.ranked[0].step_s - 1
@@ -144,9 +144,9 @@ def hierarchy(outcome: Outcome, best: Candidate) -> str:
 
 
 def saving(costing: Costing, step_s: float, is_async: bool, interval: int | None) -> str:
-    """Describe how often to save, by the failures in the cluster's file; "" where it says nothing.
+    """Describe how often to save, by the failures in the cluster's file; "" without them.
 
-    is_async, interval: of the run's own saves, the interval in steps, None where it makes none.
+    is_async and interval are the run's own; the interval counts steps, None without saves.
     """
     cluster, told = costing.cluster, list[str]()
     if cluster.failures is None:
@@ -165,7 +165,7 @@ def saving(costing: Costing, step_s: float, is_async: bool, interval: int | None
 
 
 def missed(outcome: Outcome, space: Space) -> str:
-    """A plan that needs more memory than there is and may be faster; "" where there is none."""
+    """Describe a plan that may be faster and needs more memory than there is; "" for none."""
     if outcome.out_of_memory is None or outcome.best is None:
         return ""
     one, bound_s = outcome.out_of_memory
@@ -180,7 +180,7 @@ def missed(outcome: Outcome, space: Space) -> str:
 
 
 def _amount(nbytes: float) -> str:
-    """Format bytes rounded up: so much is enough."""
+    """Format bytes, rounded up."""
     if nbytes >= 0.1 * GIB:
         return f"{ceil(10 * nbytes / GIB) / 10:.1f} GiB"
     return f"{ceil(nbytes / 2**20)} MiB"

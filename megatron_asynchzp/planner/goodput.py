@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what failures cost: the part of its time in which a run trains, and how often to save.
+"""Owns the cost of failures: the part of its time in which a run trains, and how often to save.
 
-Failures come at any moment alike, and each throws the run back to its last complete checkpoint.
-That is Daly's model (Future Generation Computer Systems 22, 2006), with saves that training does
-not wait for: such a checkpoint is complete a while after the step that it holds.
+A failure may come at any moment, and throws the run back to its last complete checkpoint. That is
+Daly's model (Future Generation Computer Systems 22, 2006), with saves in the background: such a
+checkpoint is complete a while after the step that it holds.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,12 @@ from math import exp, expm1
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures and saves, as a cluster's file states them.
+    """Failures and saves, as a cluster's file states them."""
 
-    mtbf_hours: mean time between failures of one node that end a run.
-    restart_s: from a failure until the ranks train again.
-    copy_gb_s: at which a rank copies its states to host memory; --async-save holds training up
-        for that alone.
-    save_gb_s: at which a node writes a checkpoint.
-    """
-
-    mtbf_hours: float
-    restart_s: float
-    copy_gb_s: float
-    save_gb_s: float
+    mtbf_hours: float  # between failures of one node that end a run
+    restart_s: float  # from a failure until the ranks train again
+    copy_gb_s: float  # of a rank to host memory; --async-save holds training up for that alone
+    save_gb_s: float  # of a node that writes a checkpoint
 
     def saves(self, nbytes: float, nodes: int, ranks: int, is_async: bool) -> "Saves":
         """Return the times of saves of `nbytes` in all, for a run on `nodes` with `ranks`."""
@@ -37,24 +30,18 @@ class Failures:
 
 @dataclass(frozen=True)
 class Saves:
-    """Times of a run's failures and saves, in seconds.
+    """The times of a run's failures and saves, in seconds."""
 
-    mtbf_s: mean time between failures of the run.
-    restart_s: from a failure until it trains again; a failure within it starts it anew.
-    held_s: for which a save holds training up.
-    complete_s: from a save's beginning until a run could begin from it.
-    """
-
-    mtbf_s: float
-    restart_s: float
-    held_s: float
-    complete_s: float
+    mtbf_s: float  # between failures of the run
+    restart_s: float  # until it trains again; a failure within it starts it anew
+    held_s: float  # a save holds training up
+    complete_s: float  # from a save's begin until a run could begin from it
 
     def goodput(self, interval_s: float) -> float:
-        """The part of all time whose training counts, with `interval_s` of training between saves.
+        """Return the part of all time whose training counts, for `interval_s` between saves.
 
         From one complete checkpoint to the next a run needs interval + held without a failure, and
-        interval + complete after a restart. A save waits for the one before.
+        interval + complete after a restart. A save waits for the previous one.
         """
         mean_s, held_s = self.mtbf_s, max(self.held_s, self.complete_s - interval_s)
         survives = exp(-(interval_s + self.complete_s + self.restart_s) / mean_s)
@@ -62,8 +49,11 @@ class Saves:
 
     @property
     def best_interval_s(self) -> float:
-        """Interval of the best `goodput`: its derivative is 0 at t = M (1 - exp(-(t + held) / M)),
-        to first order Young's sqrt(2 M held), but not before the save before is complete."""
+        """Return the interval of the best `goodput`.
+
+        Its derivative is 0 at t = M (1 - exp(-(t + held) / M)), to first order Young's
+        sqrt(2 M held); the previous save must be complete.
+        """
         low, high = 0.0, self.mtbf_s
         for _ in range(60):
             middle = (low + high) / 2

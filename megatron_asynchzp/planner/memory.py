@@ -64,14 +64,10 @@ def total_nbytes(units: Iterable[tuple[Mapping[str, float], bool]]) -> dict[str,
 
 @dataclass(frozen=True)
 class MomentBytes:
-    """Bytes per element of the optimizer's states.
+    """Bytes per element of the optimizer's states."""
 
-    all_params: two fp32 moments by default.
-    matrices: of those that Muon updates, which have one; None without Muon.
-    """
-
-    all_params: int = 8
-    matrices: int | None = None
+    all_params: int = 8  # two fp32 moments by default
+    matrices: int | None = None  # of those that Muon updates, which have one; None without Muon
 
     def mean(self, numel: int, matrix_numel: int) -> float:
         """Return a unit's mean bytes per element; `matrix_numel` of its `numel` are in matrices."""
@@ -86,16 +82,11 @@ class MomentBytes:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes that a process of the CPU platform takes on top, at most.
+    """Bytes that a process of the CPU platform takes on top, at most."""
 
-    params, grads: what gloo copies while it gathers a unit, and while it reduces a piece of
-        gradients.
-    casts: of a gradient in the model's dtype that is added to one in fp32, as soon as it is there.
-    """
-
-    params: int = 0
-    grads: int = 0
-    casts: int = 0
+    params: int = 0  # that gloo copies while it gathers a unit
+    grads: int = 0  # that gloo copies while it reduces a piece
+    casts: int = 0  # of a gradient in the model's dtype that is added to one in fp32
 
 
 # ---- activations
@@ -103,20 +94,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class Activations:
-    """kept: from forward to backward, of all micro-batches in flight.
-    logits: beside it while the loss is computed.
-    working: beside it while one layer is computed again and differentiated.
-    whole_layer: of the largest layer in its own backward pass, which frees it.
-    kept_layer: of a layer until then.
-    buffer: memory that an implementation keeps for good.
-    """
+    """Bytes of activations on one rank."""
 
-    kept: float
-    logits: float
-    working: float
-    whole_layer: float = 0.0
-    kept_layer: float = 0.0
-    buffer: float = 0.0
+    kept: float  # from forward to backward, of all micro-batches in flight
+    logits: float  # in addition while the loss is computed
+    working: float  # in addition while one layer is recomputed and differentiated
+    whole_layer: float = 0.0  # of the largest layer in its own backward pass, which frees it
+    kept_layer: float = 0.0  # of a layer until then
+    buffer: float = 0.0  # that an implementation keeps for good
 
 
 def micro_batches_in_flight(setting: Setting, stage: int) -> float:
@@ -206,28 +191,19 @@ def stage_activations(setting: Setting, stage: int) -> Activations:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Bytes of one rank."""
 
-    at_rest: by state.
-    in_flight: by kind.
-    whole_unit: the largest unit whole, which construction holds once, and backward as autograd's
-        own gradients.
-    own_grads: gradients as autograd makes them, at most; None for those of the largest unit.
-    copied_params, copied_grads: what a backend copies at most while it gathers and while it reduces
-        (gloo: a unit, a piece).
-    copies_beside: whether that happens beside the computation, at any time.
-    away: main parameters that are on the host from the first update on, and on the device before.
-    """
-
-    at_rest: Mapping[str, float]
-    in_flight: Mapping[str, float]
+    at_rest: Mapping[str, float]  # by state
+    in_flight: Mapping[str, float]  # by kind
+    # the largest unit whole: construction holds one, and backward as autograd's gradients
     whole_unit: float
     activations: Activations
-    copied_params: float = 0.0
-    copied_grads: float = 0.0
+    copied_params: float = 0.0  # that a backend copies at most while it gathers (gloo: a unit)
+    copied_grads: float = 0.0  # that a backend copies at most while it reduces (gloo: a piece)
+    # gradients as autograd makes them, at most; None for those of the largest unit
     own_grads: float | None = None
-    copies_beside: bool = False
-    away: float = 0.0
+    copies_beside: bool = False  # whether it copies at any time of the computation
+    away: float = 0.0  # main parameters that are on the host from the first update on
 
     @classmethod
     def of_rank(

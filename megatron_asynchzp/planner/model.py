@@ -24,27 +24,22 @@ share, a fraction where ranks share out less than they are."""
 
 @dataclass(frozen=True)
 class Attention:
-    """Multi-head or grouped-query attention. head_dim: of queries, keys and values."""
+    """Multi-head or grouped-query attention."""
 
     num_heads: int
     num_groups: int
-    head_dim: int
+    head_dim: int  # of queries, keys and values
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-latent attention.
-
-    q_rank, kv_rank: of the compressed queries (0: not compressed), and of the compressed keys and
-        values.
-    qk_dim, rope_dim, v_dim: of one head.
-    """
+    """Multi-latent attention."""
 
     num_heads: int
-    q_rank: int
-    kv_rank: int
+    q_rank: int  # of the compressed queries, 0 without
+    kv_rank: int  # of the compressed keys and values
     qk_dim: int
     rope_dim: int
     v_dim: int
@@ -53,41 +48,34 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Mamba:
-    """A Mamba 2 mixer. kernel: width of its convolution."""
+    """A Mamba 2 mixer."""
 
     num_heads: int
     head_dim: int
     num_groups: int
     state_dim: int
-    kernel: int = 4
+    kernel: int = 4  # the width of its convolution
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """ffn: the width between its two projections.
-    is_gated: SwiGLU and its kin.
-    """
+    """A dense MLP."""
 
-    ffn: int
-    is_gated: bool
+    ffn: int  # the width between its projections
+    is_gated: bool  # SwiGLU and its kin
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts.
-
-    ffn: of one expert.
-    shared_ffn: of the shared experts, 0 without.
-    has_router_bias: a bias that is learned, not the one of load balancing.
-    """
+    """A mixture of experts."""
 
     num_experts: int
     topk: int
-    ffn: int
+    ffn: int  # of one expert
     is_gated: bool
-    shared_ffn: int = 0
+    shared_ffn: int = 0  # of the shared experts, 0 without
     has_shared_gate: bool = False
-    has_router_bias: bool = False
+    has_router_bias: bool = False  # a learned bias, not that of load balancing
 
 
 @dataclass(frozen=True)
@@ -100,14 +88,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters of a model that is frozen otherwise.
+    """Low-rank adapters of a model that is frozen otherwise."""
 
-    rank: of each.
-    layers: which of a layer's projections have one, of ADAPTED.
-    """
-
-    rank: int
-    layers: frozenset[str]
+    rank: int  # of each
+    layers: frozenset[str]  # projections of a layer that have one, of ADAPTED
 
 
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -116,29 +100,18 @@ ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class Model:
-    """A language model.
-
-    vocabulary: padded.
-    layers: of the decoder, all pipeline stages.
-    mtp: the layer inside each multi-token-prediction module.
-    is_tied: embedding and output share one weight.
-    has_bias: of every projection.
-    norm_numel: per hidden element, 2 for LayerNorm and 1 for RMSNorm.
-    num_positions: of learned position embeddings, 0 without.
-    itemsize: bytes of a parameter and of an activation.
-    adapters: None where all of it is trained.
-    """
+    """A language model."""
 
     hidden: int
-    vocabulary: int
-    layers: tuple[Layer, ...]
-    mtp: tuple[Layer, ...] = ()
-    is_tied: bool = True
-    has_bias: bool = False
-    norm_numel: int = 1
-    num_positions: int = 0
-    itemsize: int = 2
-    adapters: Adapters | None = None
+    vocabulary: int  # padded
+    layers: tuple[Layer, ...]  # of the decoder, all pipeline stages
+    mtp: tuple[Layer, ...] = ()  # the layer inside each multi-token-prediction module
+    is_tied: bool = True  # embedding and output share one weight
+    has_bias: bool = False  # of every projection
+    norm_numel: int = 1  # per hidden element, 2 for LayerNorm, 1 for RMSNorm
+    num_positions: int = 0  # of learned position embeddings, 0 without
+    itemsize: int = 2  # bytes of a parameter and of an activation
+    adapters: Adapters | None = None  # None if the whole model is trained
 
     @property
     def units(self) -> "tuple[Unit, ...]":
@@ -152,21 +125,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Megatron's parallel sizes.
-
-    virtual: model chunks on each rank.
-    expert_tp: None for tp.
-    stage_layers: decoder layers of each chunk in the order of the model (stage 0 to pp - 1 of chunk
-        0, then of chunk 1), None for equal shares.
-    """
+    """Megatron's parallel sizes."""
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    expert_tp: int | None = None
-    virtual: int = 1
+    expert_tp: int | None = None  # None for tp
+    virtual: int = 1  # model chunks on each rank
     sequence_parallel: bool = False
+    # decoder layers of each chunk (stages of chunk 0, then of chunk 1); None for equal shares
     stage_layers: tuple[int, ...] | None = None
 
     @property

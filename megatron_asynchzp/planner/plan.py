@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a plan chooses: sizes, batch, schedule, what is recomputed and how states travel."""
+"""Owns the choices of a plan: sizes, batch, schedule, recomputation and how states travel."""
 
 from dataclasses import dataclass
 
@@ -15,33 +15,23 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a search chooses, and what it leaves as it is.
+    """All choices of a search, and the settings that it keeps."""
 
-    sizes: of the dense sharding group.
-    expert_sizes: of the experts', None as the engine restricts `sizes` to their group.
-    overlaps_params: whether a step begins before all parameter shards are rebuilt, as the engine's
-        does.
-    sums_each: whether gradients are summed over the whole group in each backward, as the engine's
-        never are.
-    is_on_cpu: whether a rank is a process of the CPU platform.
-    has_loss_scale: whether gradients carry one, as in fp16.
-    seated: kinds of units that CUDA graphs read, which then have seats.
-    main_grad: bytes of an element of main gradients.
-    offload: the part of the optimizer states that is on the host.
-    """
-
-    sizes: ShardSizes
+    sizes: ShardSizes  # of the dense sharding group
     parallel: Parallel
     batch: Batch
     schedule: ScheduleConfig = ScheduleConfig()
     recompute: Recompute = Recompute()
     wire: Wire = Wire()
     moments: MomentBytes = MomentBytes()
+    # None as the engine restricts `sizes` to the experts' group
     expert_sizes: ShardSizes | None = None
+    # a step begins before all parameter shards are rebuilt, as the engine's does
     overlaps_params: bool = True
+    # each backward sums gradients over the whole group, as the engine's never does
     sums_each: bool = False
-    has_loss_scale: bool = False
-    is_on_cpu: bool = False
-    seated: tuple[str, ...] = ()
-    main_grad: int = FP32_NBYTES
-    offload: float = 0.0
+    has_loss_scale: bool = False  # gradients carry one, as in fp16
+    is_on_cpu: bool = False  # a rank is a process of the CPU platform
+    seated: tuple[str, ...] = ()  # kinds of units that CUDA graphs read, which then have seats
+    main_grad: int = FP32_NBYTES  # bytes of an element of main gradients
+    offload: float = 0.0  # the part of the optimizer states on the host

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the vocabulary of a step: units, visits, phases and actions. order.py makes the
-actions.
-"""
+"""The vocabulary of a step: units, visits, phases and actions, which order.py makes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,28 +12,18 @@ from megatron_asynchzp.sharding.in_flight import UnitInFlight
 
 @dataclass(frozen=True)
 class OrderUnit:
-    """Properties of a unit on which the order depends.
+    """The properties of a unit on which the order depends."""
 
-    size: equal for units of the same size.
-    memory: what it needs in flight.
-    is_gathered: its parameter shard is a part.
-    is_reduced: its gradient shard is.
-    reduces_at_end: only the end of backward completes its gradient (units of several modules, and
-        those around others).
-    sum_nbytes: of its whole gradient in fp32.
-    traffic: what it sends outside its parameter shard.
-    may_be_early: whether nothing changes its gradient between its reduction and the clipping.
-    """
-
-    size: object
-    memory: UnitInFlight
-    is_gathered: bool = True
-    is_reduced: bool = True
+    size: object  # equal for units of the same size
+    memory: UnitInFlight  # in flight
+    is_gathered: bool = True  # its parameter shard is a part
+    is_reduced: bool = True  # its gradient shard is a part
     is_trained: bool = True
+    # only the end of backward completes its gradient (units of several modules or around others)
     reduces_at_end: bool = False
-    sum_nbytes: int = 0
-    traffic: OuterTraffic = OuterTraffic(0.0, 0.0)
-    may_be_early: bool = True
+    sum_nbytes: int = 0  # of its whole gradient in fp32
+    traffic: OuterTraffic = OuterTraffic(0.0, 0.0)  # that it sends outside its parameter shard
+    may_be_early: bool = True  # nothing changes its gradient between its reduction and the clipping
 
 
 @dataclass(frozen=True)
@@ -47,15 +35,12 @@ class Visit:
 
 
 class Phase(NamedTuple):
-    """Forward or backward of one micro-batch through one model chunk.
-
-    is_last: the micro-batch after which the chunk's gradients are reduced over all ranks.
-    """
+    """Forward or backward of one micro-batch through one model chunk."""
 
     is_forward: bool
     chunk: int
     micro_batch: int
-    is_last: bool = False
+    is_last: bool = False  # the micro-batch after which all ranks reduce the chunk's gradients
 
 
 COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
@@ -63,28 +48,25 @@ COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
 
 
 class Action(NamedTuple):
-    """The main thread computes with a unit, or submits an operation on it.
-
-    after: earlier actions, by index, that must have ended before this one begins: results that it
-        reads, and the last uses of the memory that it writes.
-    phase: index of the phase.
-    """
+    """A computation of the main thread with a unit, or an operation that it submits."""
 
     kind: int
     unit: int
+    # earlier actions, by index, that must have ended: results that it reads, and the last uses of
+    # the memory that it writes
     after: tuple[int, ...]
-    phase: int
+    phase: int  # index of the phase
 
 
 def in_use_order(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
-    """Units in the order in which forward, or backward, needs their parameters."""
+    """Return units in the order in which forward or backward needs their parameters."""
     for visit in visits if is_forward else reversed(visits):
         yield visit.unit
         yield from in_use_order(visit.inner, is_forward)
 
 
 def in_completion_order(visits: Sequence[Visit]) -> Iterator[int]:
-    """Units in the order in which backward completes their gradients."""
+    """Return units in the order in which backward completes their gradients."""
     for visit in reversed(visits):
         yield from in_completion_order(visit.inner)
         yield visit.unit

@@ -107,22 +107,17 @@ def _neighbours(best: Candidate, kept: Mapping[str, int]) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """ranked: simulated plans that fit, best first.
-    baselines: the fastest plan of each scheme, None where none of it fits.
-    num_plans, num_fitting, num_simulated: how many there were.
-    contenders: the fastest plan that fits with the sizes and the schedule of each other system.
-    smallest: the plan with the least memory, where nothing fits.
-    out_of_memory: a plan that may be faster than the first and does not fit, with a lower bound of
-        its step in seconds.
-    """
+    """The result of a search."""
 
-    ranked: tuple[Candidate, ...]
-    baselines: dict[str, Candidate | None]
+    ranked: tuple[Candidate, ...]  # simulated plans that fit, best first
+    baselines: dict[str, Candidate | None]  # the fastest plan of each scheme, None if none fits
     num_plans: int
     num_fitting: int
     num_simulated: int
+    # the fastest fitting plan with the sizes and schedule of each system
     contenders: dict[Contender, Candidate | None] = field(default_factory=dict)
-    smallest: Candidate | None = None
+    smallest: Candidate | None = None  # the plan with the least memory, if nothing fits
+    # a plan that may be faster and does not fit, with a lower bound of its step in seconds
     out_of_memory: tuple[Candidate, float] | None = None
 
     @property

@@ -43,20 +43,13 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline stage.
+    """One rank of a pipeline stage."""
 
-    phases, order: of its step.
-    costs: of each unit, by number.
-    optimizer_s: for which the optimizer computes.
-    host_s: what the host does then, before the first unit computes and while parameters are
-        rebuilt.
-    """
-
-    phases: Sequence[Phase]
-    order: StepOrder
-    costs: Sequence[UnitCost]
-    optimizer_s: float = 0.0
-    host_s: float = 0.0
+    phases: Sequence[Phase]  # of its step
+    order: StepOrder  # of its step
+    costs: Sequence[UnitCost]  # of each unit, by number
+    optimizer_s: float = 0.0  # the optimizer computes
+    host_s: float = 0.0  # of the host before the first unit computes, while parameters are rebuilt
 
 
 class Interval(NamedTuple):

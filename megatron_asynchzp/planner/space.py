@@ -29,25 +29,20 @@ _MOST_SIZES = 8
 
 @dataclass(frozen=True)
 class Space:
-    """Choices from which plans are made.
-
-    global_batch: sequences of a step.
-    start: what is kept where nothing is varied.
-    vary: of VARIED.
-    depths, micro_batch_sizes, recomputes: to try (None: that of start, and the powers of two that
-        divide the batch).
-    kept_sizes: of "param", "grad", "optim", those that are not chosen.
-    """
+    """The choices from which plans are made."""
 
     model: Model
     cluster: Cluster
-    global_batch: int
-    start: Plan
+    global_batch: int  # sequences of a step
+    start: Plan  # kept if nothing is varied
     kernels: Kernels = FUSED
-    vary: tuple[str, ...] = ()
-    depths: tuple[int, ...] = (1, 2)
+    vary: tuple[str, ...] = ()  # of VARIED
+    depths: tuple[int, ...] = (1, 2)  # to try; None: that of start
+    # to try; None: the powers of two that divide the batch
     micro_batch_sizes: tuple[int, ...] | None = None
+    # to try; None: that of start
     recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("full"))
+    # of "param", "grad", "optim", those that are not chosen
     kept_sizes: Mapping[str, int] = field(default_factory=dict)
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a rank sends: the collectives of each operation on a unit, their bytes, messages and
-seconds, and the sum of a step.
-"""
+"""Owns what a rank sends: each operation's collectives, their bytes, messages and seconds."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -63,20 +61,14 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire:
-    """Form in which states travel. The default is the engine's.
+    """The form in which states travel, the engine's by default."""
 
-    grad_itemsize: bytes of an element of the gradients.
-    gathers_codes: whether weights of layers that compute in FP8 are gathered in FP8.
-    sums_rounded: whether shorter ones are added on their way, as by NCCL, in place of going to
-        their owner as they are, to be added in fp32.
-    pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
-        replicas are not cut).
-    """
-
-    grad_itemsize: int = _FP32
+    grad_itemsize: int = _FP32  # bytes of an element of the gradients
+    # shorter gradients are added on their way, as by NCCL; else their owner adds them in fp32
     sums_rounded: bool = False
+    # messages of a unit whose whole tensors belong to a rank; sums over replicas are not cut
     pieces: int = 1
-    gathers_codes: bool = False
+    gathers_codes: bool = False  # weights of layers that compute in FP8 are gathered in FP8
 
     @property
     def is_exchanged(self) -> bool:
@@ -86,20 +78,14 @@ class Wire:
 
 @dataclass(frozen=True)
 class Group:
-    """A sharding group as all its ranks see it.
+    """A sharding group as all its ranks see it."""
 
-    ranks: of the group.
-    sizes: of the three states.
-    distance: of consecutive ranks of the group, in global ranks (the tensor-parallel size for dense
-        parameters).
-    grad_slot_nbytes: see ScheduleConfig.
-    """
-
-    ranks: int
-    sizes: ShardSizes
+    ranks: int  # of the group
+    sizes: ShardSizes  # of the three states
+    # of consecutive ranks, in global ranks (the tensor-parallel size for dense parameters)
     distance: int = 1
     wire: Wire = Wire()
-    grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES
+    grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES  # see ScheduleConfig
 
     def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
         """Return axes from a shard of `inner` ranks to one of `outer`, innermost first; the mesh
