@@ -494,6 +494,8 @@ MICRO = {"train_micro_batch_size_per_gpu": 4}
 )  # fmt: skip
 def test_every_key_of_deepspeeds_json_becomes_a_flag_or_a_line(config, ranks, expected):
     flags, lines = deepspeed.translate(config, "ds.json", ranks)
+    refused = [line for line in lines if line.startswith("Refused: ")]
+    assert len(refused) == expected.startswith("Refused: ")
     assert expected in "\n".join([*lines, " ".join(flags), "" if lines else "no line"])
 
 
