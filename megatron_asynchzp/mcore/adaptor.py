@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""For scripts that are edited rather than launched: importing this module, before Megatron, does
-what `megatron_asynchzp.launch` does. The only module of the package that acts on import.
+"""For scripts that are edited rather than launched: import it before Megatron.
+
+It does what `megatron_asynchzp.launch` does, and alone in the package acts on import.
 """
 
 import sys

@@ -1,5 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""PASA as the core attention of Megatron's layers, and its flags. How attention is computed is in
-megatron_asynchzp.attention.
-"""
+"""PASA as the core attention of Megatron's layers, on top of megatron_asynchzp.attention."""

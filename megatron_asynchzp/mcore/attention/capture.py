@@ -16,9 +16,9 @@ from megatron_asynchzp.mcore.flags.pasa import CaptureRequest
 def capture_attention(
     request: CaptureRequest, megatron: Any, model_chunks: Sequence[nn.Module]
 ) -> None:
-    """Do on rank 0 what --asynchzp-capture-attention asks for, in the step's first micro-batch.
+    """Do on rank 0 what --asynchzp-capture-attention asks, in the step's first micro-batch.
 
-    Other ranks and, with pipelines, other stages are not captured. megatron: its settings by name.
+    Other ranks and pipeline stages are not captured. megatron has its settings by name.
     """
     if megatron.rank != 0:
         return

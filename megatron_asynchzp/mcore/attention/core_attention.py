@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""PASA as one of Megatron's core attentions: its contract, masks, layouts and context parallelism,
-and where it takes the place of another.
-"""
+"""PASA as a core attention of Megatron: its contract, masks, layouts and context parallelism."""
 
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
@@ -33,11 +31,11 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 
 
 def use_pasa_in(spec: Any, options: PasaOptions) -> Any:
-    """The spec of a module with PASA as its core attention; any other spec as it is.
+    """Return the spec of a module with PASA as its core attention; any other spec as it is.
 
-    Called with the spec of every module that Megatron builds, so that GPT, MoE, MLA, hybrid and
-    multi-token-prediction layers get it alike. Raises ConfigurationError, one line, for a core
-    attention that is neither Megatron's own nor ours.
+    Megatron's builder passes the spec of every module, so that GPT, MoE, MLA, hybrid and
+    multi-token-prediction layers get it alike. Raises ConfigurationError for a core attention that
+    is neither Megatron's own nor ours.
     """
     submodules = getattr(spec, "submodules", None)
     if submodules is None or not is_dataclass(type(submodules)):
@@ -114,6 +112,7 @@ class PasaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
+        """Attend, in the layouts of the class."""
         if attention_bias is not None:
             raise ConfigurationError(
                 "--use-pasa-attention does not support an attention bias; drop the flag"

@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the proof that the shards of all ranks make up whole tensors and objects.
+"""Proves that the shards of all ranks make up whole tensors and objects.
 
-[Note: a sum in place of everybody's list]
-Megatron gathers the descriptions of all shards of all ranks on each of them, for rank 0 to look for
-what is missing or there twice. Each of our shards has a random number that follows from the key,
-dtype and shape of its whole, times its elements; one with the first element counts against it the
-number times the elements of the whole. The sum over all ranks is zero where each whole is there
-once, or several times: so the numbers of the wholes are compared too, each from the rank that has
-the first element. Where the sum is not zero or two numbers are equal, Megatron's own exchange says
-what is wrong.
+[Note: a sum in place of a list of all shards]
+Megatron gathers the descriptions of all shards on each rank, for rank 0 to find those that are
+missing or there twice. Here each shard has a random number made of its whole's key, dtype and
+shape, times its elements; the shard with the first element subtracts the number times the elements
+of the whole. The sum over all ranks is zero if each whole is there once, or several times: so the
+numbers of the wholes are compared too, each from the rank with the first element. If the sum is not
+zero or two numbers are equal, Megatron's own exchange finds the fault.
 
-The sum does not see where shards lie. What a save writes where is compared by the check of its plan
-(checkpoint_files/parts.py); what a load reads is compared box by box.
+The sum does not see where shards lie. The check of a save's plan (checkpoint_files/parts.py) and
+the comparison of boxes in a load do.
 """
 
 import hashlib
@@ -31,8 +30,7 @@ from megatron_asynchzp.mcore.checkpoint.operation import is_shared_save
 
 
 class Agreed(list):
-    """Descriptions of this rank alone, which Megatron is given in place of those of all ranks:
-    these are whole together."""
+    """This rank's descriptions, in place of all ranks': together they are whole."""
 
 
 def needs_all(args: Namespace) -> bool:
@@ -44,8 +42,10 @@ def needs_all(args: Namespace) -> bool:
 def exchange(
     gather: Callable[[], tuple[list, list]], state: Any, group: Any, device: torch.device
 ) -> tuple[list, list]:
-    """The descriptions of this rank's shards in `state`, and Agreed where those of all ranks of
-    `group` (None: the world) are whole, else of all ranks, by `gather`. Collective."""
+    """Return Agreed if the shards of all ranks of `group` are whole, else all by `gather`.
+
+    Collective; None is the world.
+    """
     mine = [shard.without_data() for shard in nested_values(state)]
     return (mine, Agreed([mine])) if _are_whole(mine, group, device) else gather()
 

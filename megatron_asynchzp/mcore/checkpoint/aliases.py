@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the second names of main parameters in a checkpoint's index.
+"""The second names of main parameters in a checkpoint's index.
 
-Megatron's optimizers look for main parameters under two names: `optimizer.state.fp32_param.<key>`
-(its mixed-precision optimizer) and `optimizer.state.param.<key>` (its distributed optimizer, which
-has them in fp32 runs too, where they are the model's parameters). An index may give one stored
-tensor several names, so each can be found without being written twice.
+Megatron's mixed-precision optimizer looks for `optimizer.state.fp32_param.<key>`, its distributed
+optimizer for `optimizer.state.param.<key>`, also in fp32, where they are the model's parameters.
+An index may give one stored tensor several names, so that both find it and it is written once.
 """
 
 from dataclasses import replace
@@ -20,11 +19,10 @@ _MAIN_PARAM_NAMES = (f"{_STATE}fp32_param.", f"{_STATE}param.")
 
 
 def complete_index(index: Metadata, keeps_plans: bool) -> Metadata:
-    """The index with all names of every main parameter.
+    """Return the index with all names of every main parameter.
 
-    keeps_plans: with the plan of each rank, which a run of the same structure that goes on from
-        here compares with its own, in place of planning its first save anew
-        (--ckpt-assume-constant-structure). It is as long as the rest.
+    keeps_plans adds each rank's plan, as long as the rest: a run of the same structure that resumes
+    compares it with its own in place of planning its first save (--ckpt-assume-constant-structure).
     """
     if hasattr(index, _PLANS) and not keeps_plans:
         delattr(index, _PLANS)
@@ -41,8 +39,7 @@ def complete_index(index: Metadata, keeps_plans: bool) -> Metadata:
 
 
 def _missing_names(index: Metadata) -> list[tuple[str, str]]:
-    """New name, and the name under which the tensor is stored. In the index of a save that was
-    planned with an earlier one's, names are there whose tensor lies nowhere yet."""
+    """Map each new name to the stored one; planned saves may have names without a tensor yet."""
     placed = {place.fqn for place in index.storage_data}
     entries = index.state_dict_metadata.items()
     stored = {

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which argument explains that a checkpoint and a run do not share a tensor. Knows arguments
-and names of tensors only."""
+"""Finds the argument that explains why a checkpoint and a run do not share a tensor."""
 
 import re
 from argparse import Namespace
@@ -86,9 +85,9 @@ def _shown(name: str, value: Any) -> Any:
 
 
 def differing(saved: Any, args: Namespace) -> list[str]:
-    """Arguments that explain tensors and have not the same meaning in the checkpoint and the run.
+    """Return the arguments that explain tensors and differ between checkpoint and run.
 
-    saved: of the run that saved, as training left them: Megatron sets some that nobody gave.
+    saved has the saving run's as training left them: Megatron sets some that the user never gave.
     """
     return [
         name

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a checkpoint may leave to another one where a part of the model is frozen: a save the
-frozen tensors (--asynchzp-save-trained-only), a base the adapters that were added to it.
+"""What a checkpoint of a partly frozen model may leave to another one.
+
+A save leaves the frozen tensors (--asynchzp-save-trained-only), a base the adapters added to it.
 """
 
 from collections.abc import Collection, Iterator
@@ -39,10 +40,9 @@ def keep_frozen(state: Any) -> None:
 
 
 def keep_new(state: Any, there: Collection[str]) -> set[str]:
-    """Let trained tensors that the checkpoint lacks keep their values, where a part of the model is
-    frozen; the keys of those.
+    """Keep the values of trained tensors that the checkpoint lacks, if a part is frozen.
 
-    there: names of what the checkpoint has.
+    there has the names in the checkpoint. Returns the keys of the tensors that keep theirs.
     """
     new: set[str] = set()
     for chunk in _chunks(state):
@@ -62,8 +62,7 @@ def _chunks(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keep(shards: dict[str, Any], there: Collection[str]) -> set[str]:
-    """Ask for no shard of `shards` that is not `there`, and return their keys; a load hands their
-    own values back."""
+    """Remove shards that are not in `there`; return their keys. A load returns their own values."""
     kept: set[str] = set()
     for index, shard in shards.items():
         if isinstance(shard, ShardedTensor) and shard.key not in there:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is done around Megatron's loading of checkpoints: which one is loaded, that it fits,
-and one line for each way it can fail.
-"""
+"""Guards Megatron's loading: which checkpoint, whether it fits, one line for each failure."""
 
 import os
 import pickle
@@ -66,11 +64,10 @@ def guard_load_checkpoint(
     scheduler: Any = None,
     context: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
+    """Call Megatron's load_checkpoint for the newest intact checkpoint, not the tracker's.
 
-    scheduler: Megatron's, of learning rates and weight decay.
-    context: Megatron's, which holds what manages local checkpoints.
-    Collective. Raises ConfigurationError where there is none, or it does not fit.
+    Collective. scheduler is Megatron's of learning rates, context has its manager of local
+    checkpoints. Raises ConfigurationError if there is none, or it does not fit.
     """
     claim_save_directory(args)
     peers = peers_of_job()
@@ -86,7 +83,7 @@ def guard_load_checkpoint(
             load_dir = base_dir
             choice = _choose(load_dir, args, peers)
         elif choice is not None or local != -1:
-            _refuse_without_optimizer(args, choice if local == -1 else None, peers)
+            _check_has_optimizer(args, choice if local == -1 else None, peers)
         if choice is not None and _lacks_base(choice, peers):
             _load_base(load, args, choice, peers)
         try:
@@ -171,9 +168,11 @@ def _lacks_base(choice: Choice, peers: Peers) -> bool:
     return on_first(peers, lambda: is_trained_only(_saved_args(choice)))
 
 
-def _refuse_without_optimizer(args: Namespace, choice: Choice | None, peers: Peers) -> None:
-    """Raise ConfigurationError, on all ranks, where Megatron would not read the optimizer that this
-    run needs. choice: what is loaded, None for a local checkpoint. Collective."""
+def _check_has_optimizer(args: Namespace, choice: Choice | None, peers: Peers) -> None:
+    """Raise ConfigurationError on all ranks if Megatron would skip the optimizer's state.
+
+    Collective. choice is the checkpoint, None for a local one.
+    """
     if args.finetune or args.no_load_optim or (choice is not None and choice.is_release):
         return
     if args.no_save_optim:
@@ -188,10 +187,7 @@ def _refuse_without_optimizer(args: Namespace, choice: Choice | None, peers: Pee
 
 
 def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:
-    """Load the frozen part of the model from --pretrained-checkpoint, as a new run. Collective.
-
-    Raises ConfigurationError where there is none.
-    """
+    """Load the frozen part from --pretrained-checkpoint, or raise. Collective."""
     base_dir = getattr(args, "pretrained_checkpoint", None)
     asked = {name: getattr(args, name) for name in ("load", "finetune", "ckpt_step")}
     args.load, args.finetune, args.ckpt_step = base_dir, True, None
@@ -209,9 +205,10 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:
-    """Call Megatron's load_args_from_checkpoint, which each rank does by itself: hence without a
-    look at other files than those with the arguments. All ranks together look at the rest before
-    they load it."""
+    """Call Megatron's load_args_from_checkpoint, which each rank does by itself.
+
+    Only the files of the arguments are checked; all ranks check the rest before they load it.
+    """
     with index_read_once():
         choice = None
         if load_dir:
@@ -289,10 +286,10 @@ def guard_load_global(
     state: Any,
     *where: Any,
 ) -> Any:
-    """Call Megatron's _load_global_dist_base_checkpoint for a checkpoint that fits. Collective,
-    unless only the state common to all ranks is loaded.
+    """Call Megatron's _load_global_dist_base_checkpoint for a checkpoint that fits.
 
-    state: the sharded state dict to be filled; where: iteration, and whether it is a release.
+    Collective, unless it loads the common state alone. state is filled; where is the iteration and
+    whether it is a release.
     """
     if not is_common and state is not None:
         from megatron.training.checkpointing import get_checkpoint_name
@@ -304,10 +301,9 @@ def guard_load_global(
 
 
 def ask_for_what_is_there(args: Namespace, iteration_dir: str, state: Any) -> None:
-    """Compare the checkpoint with `state`, which the run is about to load, and take out of it what
-    a frozen model may find elsewhere. Collective.
+    """Compare the checkpoint with `state`, and remove what a frozen model finds elsewhere.
 
-    Raises ConfigurationError, on all ranks, naming the first difference with both values.
+    Collective. Raises ConfigurationError on all ranks with the first difference and both values.
     """
     peers = peers_of_job()
     facts = read_facts(iteration_dir, peers)

@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which local checkpoint a run goes on from, if any. What writes, copies and reads them is
-nvidia-resiliency-ext, through Megatron.
+"""Chooses the local checkpoint that a run resumes from, if any.
+
+nvidia-resiliency-ext writes, copies and reads them, through Megatron.
 
 [Note: when a local checkpoint is loaded]
-A local checkpoint is each rank's own shard, on the disk or in the memory of its node. So it fits
-the ranks and sizes of the run that wrote it, and no others. It is loaded where it is at least as
-new as the newest shared one, all ranks find their shard or a copy of it, undamaged, and the
-arguments that shards depend on are the same. Otherwise the shared one is, with a line that says
-why, and what is left of local ones is removed: the library would take it for newer than what comes.
+A local checkpoint is each rank's own shard, on the disk or in the memory of its node, so it fits
+only the ranks and sizes of the run that wrote it. It is loaded if it is at least as new as the
+newest shared one, all ranks find their shard or a copy undamaged, and the arguments that shards
+depend on are the same. Otherwise the shared one is loaded, with a line that says why, and local
+ones are removed: the library would take them for newer than those to come.
 """
 
 import os
@@ -55,19 +56,18 @@ class Local(NamedTuple):
 
 
 def find_local(args: Namespace, manager: Any, shared: int, is_wanted: bool, peers: Peers) -> Local:
-    """The local checkpoint to load; iteration -1 where the shared one is. Collective: all ranks
-    return the same. What is not loaded is removed.
+    """Return the local checkpoint to load; iteration -1 if the shared one is. Collective.
 
-    manager: the library's, which Megatron made. shared: the iteration of the newest shared
-    checkpoint, -1 where there is none. is_wanted: whether a newer state than that will do.
-    Raises ConfigurationError, on all, for a folder that is another run's or cannot be used.
+    Removes a local one that is not loaded. manager is the library's, shared the newest shared
+    iteration or -1, is_wanted whether a newer state is acceptable. Raises ConfigurationError on all
+    ranks for a folder that cannot be used or belongs to another run.
     """
     place = _place(args, manager)
     try:
         has_own = on_each(peers, lambda: bool(place.files()))
         lines = [one for mine in on_each(peers, partial(_tidy, place, has_own)) for one in mine]
         held = on_each(peers, lambda: [(one.iteration, one.rank) for one in place.files()])
-        _refuse_another_run(args, place, peers)
+        _check_own_folder(args, place, peers)
         found = -1
         for iteration in sorted({number for files in held for number, _ in files}, reverse=True):
             reason = "this run starts from another one"
@@ -154,9 +154,11 @@ def _first_difference(args: Namespace, place: NodeFolder, iteration: int) -> str
     return None
 
 
-def _refuse_another_run(args: Namespace, place: NodeFolder, peers: Peers) -> None:
-    """Raise ConfigurationError, on all ranks, where the folder holds checkpoints of a run that
-    saves elsewhere: they are as likely newer as not, and are not ours to remove."""
+def _check_own_folder(args: Namespace, place: NodeFolder, peers: Peers) -> None:
+    """Raise ConfigurationError on all ranks if the folder belongs to a run that saves elsewhere.
+
+    Its checkpoints may be newer, and are not ours to remove.
+    """
 
     def other_save() -> str | None:
         for file in place.files():

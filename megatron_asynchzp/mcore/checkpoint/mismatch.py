@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the comparison of a checkpoint with the model that is to load it, before anything of the
-model is written to. Must not load anything.
-"""
+"""Compares a checkpoint with the model before anything of the model is written; loads nothing."""
 
 import re
 from argparse import Namespace
@@ -39,8 +37,7 @@ class Difference(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts of a checkpoint: the arguments of the run that saved it (None: none), its tensors, and
-    the names of everything in it."""
+    """A checkpoint's arguments (None: none), its tensors, and the names of all it has."""
 
     saved: Any
     shapes: Shapes
@@ -55,11 +52,10 @@ def read_facts(iteration_dir: str, peers: Peers) -> Facts:
 def compare(
     args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
 ) -> str | None:
-    """Say what keeps a checkpoint with these arguments (None: none) and tensors from being loaded,
-    for the user; the same on all ranks. None where it fits. Collective.
+    """Return why a checkpoint cannot be loaded, the same on all ranks; None if it fits.
 
-    wanted: what this rank is about to load. The vocabulary is an argument of ours: Megatron pads
-    and cuts embeddings without a word.
+    Collective. wanted are this rank's entries. The vocabulary is compared because Megatron pads and
+    cuts embeddings silently.
     """
     if name := _find_fixed(args, saved):
         return f"is of another model: {describe(name, saved, args)}"
@@ -93,10 +89,7 @@ def _find_fixed(args: Namespace, saved: Any) -> str | None:
 def _find_unlike(
     shapes: Shapes, wanted: Iterable[ShardedTensor], may_miss: bool
 ) -> Difference | None:
-    """The first tensor of the run that the checkpoint does not have, or has in another shape.
-
-    may_miss: the run goes on without tensors that the checkpoint lacks.
-    """
+    """Find the first tensor that differs in shape or, unless may_miss, is not in the checkpoint."""
     for one in wanted:
         was, now = shapes.get(one.key), tuple(one.global_shape)
         if was is None and not may_miss:
@@ -156,6 +149,7 @@ def _find_unread(
 
 
 def wanted_tensors(sharded_state_dict: Any) -> Iterable[ShardedTensor]:
+    """Yield the entries of a sharded state dict, those of factories included."""
     for value in nested_values(sharded_state_dict):
         if isinstance(value, ShardedTensorFactory):
             yield from wanted_tensors({"built": value.build()})

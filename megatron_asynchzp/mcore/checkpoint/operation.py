@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns which checkpoint operation of Megatron is in progress.
 
-The guards around Megatron's functions begin an operation. What Megatron calls meanwhile (state
-dicts, trackers, readers) takes no argument for it and asks here.
+The guards begin an operation. Functions that Megatron calls meanwhile (state dicts, trackers,
+readers) have no argument for it and ask here.
 """
 
 from argparse import Namespace

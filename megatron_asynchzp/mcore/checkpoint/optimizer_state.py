@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the optimizer's part of a checkpoint: its shards, and what all of Megatron's optimizers need
-to find beside them.
+"""The optimizer's part of a checkpoint.
 
 [Note: one checkpoint for every optimizer]
 Megatron's optimizers store main parameters and moments under the same keys
-(`optimizer.state.exp_avg.<parameter>`, ...), as do we. They differ in where they look for what is
-common to all ranks:
+(`optimizer.state.exp_avg.<parameter>`, ...), as do we. They differ in where they look for the state
+that all ranks share:
 
     FP32Optimizer                     state.common_step, param_groups
     Float16OptimizerWithFloat16Params optimizer.state.common_step, optimizer.param_groups
@@ -31,10 +30,10 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
 from megatron_asynchzp.mcore.checkpoint.save_ranks import (
     Held,
+    broadcast_to_replicas,
     held_part,
     is_read_here,
     runs_to_write,
-    spread,
 )
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.mcore.run.settings import run_args
@@ -54,8 +53,7 @@ _STRUCTURE = tuple(key for key in _IDENTITY if key not in _SCHEDULE)
 
 
 class ScheduleRule(Enum):
-    """Whose schedule a group has after a load: that of the run and of the checkpoint, which must be
-    equal (Megatron's own rule), or of the one that a flag names."""
+    """Whose schedule a group has after a load: both, which must be equal, or a flag's choice."""
 
     EQUAL = "equal"
     OF_RUN = "--override-opt-param-scheduler"
@@ -74,9 +72,8 @@ class FragmentPlace(NamedTuple):
 class OptimizerCheckpoint:
     """Writes and reads the state of `optimizers`, whose parameters are the fragments in `places`.
 
-    state: of all of them, by fragment.
-    grad_scaler: of an fp16 run, else None.
-    chunks: all of this rank.
+    state has all of their states by fragment, grad_scaler is that of an fp16 run, chunks are all of
+    this rank.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -98,15 +95,15 @@ class OptimizerCheckpoint:
     def sharded_state_dict(
         self, is_loading: bool, metadata: dict | None, grad_records: Sequence[Sequence[str]] = ()
     ) -> dict[str, Any]:
-        """Entries for this rank's main parameters and moments, and the common part.
+        """Return entries for this rank's main parameters and moments, and the common part.
 
-        The model chunks' `sharded_state_dict` has been called before. metadata: what Megatron
-        stores about the format; for writing, the distributed optimizer's entry is added.
-        grad_records: of Communication, the same on all ranks.
+        Called after the chunks' `sharded_state_dict`. metadata is Megatron's of the format, to
+        which a save adds the distributed optimizer's entry. grad_records are Communication's, equal
+        on all ranks.
         """
         metadata = {} if metadata is None else metadata
         if is_loading:
-            _refuse_buckets(metadata)
+            _check_has_no_buckets(metadata)
             is_distributed = _SHARDING_TYPE_KEY in metadata and _OWN_KEY not in metadata
             main_param = "param" if is_distributed else _MAIN_PARAM
         else:
@@ -177,8 +174,7 @@ class OptimizerCheckpoint:
         return form
 
     def _step(self) -> torch.Tensor | int | None:
-        """Steps taken: torch's optimizers count per parameter, fused ones per group. None where
-        this rank has no parameter of Adam."""
+        """Return the steps taken, by parameter or (fused) by group, or None without Adam."""
         for state in self.state.values():
             if "step" in state:
                 return torch.as_tensor(state["step"], device="cpu")
@@ -196,7 +192,7 @@ class OptimizerCheckpoint:
         if self._is_spread:
             for unit, held in self._held(_MAIN_PARAM).items():
                 for _, parts in sorted(held.items()):
-                    spread(unit, [part.values for part in parts])
+                    broadcast_to_replicas(unit, [part.values for part in parts])
         forms = _forms(state_dict)
         self._load_groups([group for form in forms for group in _groups_of(form)])
         steps = [step for form in forms if (step := _step_of(form)) is not None]
@@ -246,7 +242,7 @@ def _has_momentum(group: Mapping) -> bool:
     return "momentum" in group
 
 
-def _refuse_buckets(metadata: Mapping) -> None:
+def _check_has_no_buckets(metadata: Mapping) -> None:
     kind = metadata.get(_SHARDING_TYPE_KEY, _SHARDING_TYPE)
     if kind != _SHARDING_TYPE:
         raise ConfigurationError(
@@ -259,13 +255,12 @@ def _refuse_buckets(metadata: Mapping) -> None:
 def pair_groups(
     groups: Sequence[Mapping], saved: Sequence[Mapping], rule: ScheduleRule
 ) -> list[Mapping]:
-    """The saved parameter group that belongs to each of `groups`.
+    """Return the saved parameter group that belongs to each of `groups`.
 
-    What separates groups pairs them. Megatron's identity of a group also has its schedule, which
-    another --lr changes: it counts under EQUAL alone. Where groups differ in nothing else, those
-    with the run's own rate belong together, and several others where all their rates are the saved
-    ones times one factor.
-    Raises ConfigurationError, one line, for a group that has none, or cannot tell which.
+    Settings that separate groups pair them. Megatron's identity of a group also has its schedule,
+    which another --lr changes: it counts under EQUAL alone. Groups that differ in nothing else are
+    paired by the run's own rate, or, if several, if all rates are the saved ones times one factor.
+    Raises ConfigurationError for a group with no partner, or with several.
     """
     return [_partner(group, groups, saved, rule) for group in groups]
 

@@ -17,11 +17,9 @@ _PROCESS_IO = Path("/proc/self/io")
 def log_progress(
     what: str, count_bytes: Callable[[], int], is_logged: bool = True, every_s: float = _EVERY_S
 ) -> Iterator[None]:
-    """While the body runs, print how many bytes are done, every `every_s` seconds.
+    """Print the bytes done every `every_s` seconds while the body runs, if is_logged.
 
-    what: "writing DIR".
-    count_bytes: bytes done since any fixed moment, called in a thread of its own.
-    is_logged: whether this rank prints. Short bodies print nothing.
+    count_bytes runs in a thread of its own, from any fixed moment. A short body prints nothing.
     """
     if not is_logged:
         yield
@@ -51,8 +49,7 @@ def _count(count_bytes: Callable[[], int]) -> int:
 
 
 def bytes_in(directory: Path | str) -> int:
-    """Size of all files in `directory`: on a shared file system, what all ranks have written. Of
-    many files some are asked."""
+    """Return the size of all files in `directory`, estimated from some if they are many."""
     paths = list(Path(directory).iterdir())
     asked = paths[:: 1 + len(paths) // _MANY_FILES]
     return sum(path.stat().st_size for path in asked) * len(paths) // max(1, len(asked))

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is done around Megatron's saving of checkpoints: one run at a time saves into a
-directory, what makes a checkpoint complete, and one line for each way a save can fail.
+"""Guards Megatron's saving of checkpoints.
+
+One run at a time saves into a directory; a manifest makes a checkpoint complete; each failure is
+one line.
 """
 
 import logging
@@ -40,9 +42,9 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def claim_save_directory(args: Namespace) -> None:
-    """Make this run the only one that saves into --save. Collective; does nothing a second time.
+    """Make this run the only one that saves into --save. Collective; idempotent.
 
-    Raises ConfigurationError, on all ranks, where another run does or the directory cannot be used.
+    Raises ConfigurationError on all ranks if another run does, or the directory is unusable.
     """
     if getattr(args, "save", None):
         peers = peers_of_job()
@@ -52,10 +54,9 @@ def claim_save_directory(args: Namespace) -> None:
 def guard_save_checkpoint(
     save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration: Any, is_passing: bool
 ) -> Any:
-    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk, and
-    CollectiveFailure for a collective that fails meanwhile.
+    """Call Megatron's save_checkpoint; saves are this rank's, is_passing a non-persistent one.
 
-    saves: those of this rank; is_passing: whether it is a non-persistent one.
+    Raises SaveError if files do not reach the disk, CollectiveFailure if a collective fails.
     """
     claim_save_directory(args)
     if not args.async_save:
@@ -75,11 +76,10 @@ def guard_save_checkpoint(
 def guard_save(
     save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration_dir: Path | str, state: Any
 ) -> Any:
-    """Call dist_checkpointing.save: into a clean directory, and with a manifest at its end, which
-    for an asynchronous save is when all ranks have written. Raises as guard_save_checkpoint.
+    """Call dist_checkpointing.save into a clean directory, with a manifest at the end.
 
-    saves: those of this rank.
-    state: the sharded state dict, of which --asynchzp-save-trained-only leaves a part out.
+    The manifest waits for all ranks. --asynchzp-save-trained-only reduces state, the sharded state
+    dict. Raises as guard_save_checkpoint.
     """
     peers = peers_of_job()
     if is_trained_only(args):
@@ -134,8 +134,7 @@ class _WriterLog(logging.Handler):
 
 @contextmanager
 def _explaining(saves: SaveLog, iteration_dir: Path | str) -> Iterator[None]:
-    """Turn what keeps a checkpoint from being written into a SaveError, and a collective that fails
-    meanwhile into a CollectiveFailure that names the checkpoint."""
+    """Raise SaveError for a failed write, and CollectiveFailure for a collective."""
     writer = _WriterLog()
     logging.getLogger(_WRITER).addHandler(writer)
     try:
@@ -153,8 +152,7 @@ def _explaining(saves: SaveLog, iteration_dir: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _naming_save(saves: SaveLog, iteration_dir: Path | str | None) -> Iterator[None]:
-    """A collective of torch's that fails within names the checkpoint (None: as for `entering`);
-    see ending.py for the rest of its line."""
+    """Name the checkpoint in a failure of a torch collective (None: as for `entering`)."""
     with saves.entering(iteration_dir):
         try:
             yield

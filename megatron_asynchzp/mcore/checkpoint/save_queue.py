@@ -10,9 +10,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 def return_results_in_process() -> None:
     """Let the writer of synchronous saves return its results on a queue within the process.
 
-    Megatron makes a queue of a manager: one more Python process per rank, with torch imported,
-    for a writer that runs in threads. It takes seconds and half a gigabyte, and where the rank is
-    killed it stays behind. No-op where a queue exists. Saves beside training need Megatron's.
+    Megatron makes a manager's queue: another Python process per rank, with torch imported, for a
+    writer in threads. It takes seconds and half a gigabyte, and outlives a killed rank. Does
+    nothing if a queue exists. Saves during training need Megatron's.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()

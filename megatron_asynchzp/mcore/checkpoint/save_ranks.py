@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which ranks write and read what of a shared checkpoint, and how it comes to and from them.
+"""Which ranks write and read which parts of a shared checkpoint.
 
 [Note: fewer and longer runs]
-Cut over all ranks, a checkpoint has as many parts as there are ranks, of every tensor, and each
-part is an entry of the index, which every rank reads when it loads. So a unit is written by at most
-`--asynchzp-save-ranks` of the ranks that share its optimizer states. Members of the outermost axis
-hold adjacent runs of elements (see topology.shard_range): those that are brought together are one
-run. The members take turns, unit by unit, so that all of them write, each about as much as it
-holds. It is brought together on the host, where a writer copies it from a device anyway, through
-two buffers of bounded size.
+Cut over all ranks, each tensor of a checkpoint has as many parts as there are ranks, and each part
+is an entry of the index, which every rank reads in a load. So at most `--asynchzp-save-ranks` of
+the ranks that share a unit's optimizer states write it. Members of the outermost axis hold adjacent
+runs of elements (see topology.shard_range), which join to one run. Members take turns by unit, so
+that each writes about as much as it holds. Runs are joined on the host, where a writer copies them
+from a device anyway, through two buffers of bounded size.
 """
 
 from argparse import Namespace
@@ -39,9 +38,8 @@ def is_read_here(unit: HZPUnit) -> bool:
     return unit.groups.topology.replica_index == 0 or not is_shared_load()
 
 
-def spread(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
-    """Give what the first replica of a unit holds to the others, which hold the same elements.
-    Collective over them."""
+def broadcast_to_replicas(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
+    """Broadcast a unit's states from its first replica to the others. Collective over them."""
     for tensor in tensors:
         on_device = tensor.to(unit.device)  # from the host, where it is held there
         for axis in unit.groups.replica_sync:
@@ -60,8 +58,7 @@ def most_writers(args: Namespace, groups: ShardGroups) -> int:
 
 
 def joined_along(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """How many neighbours along each axis (sizes, outermost first) bring their runs together, so
-    that of the product of the sizes at most `most` are left. An axis is used up before the next."""
+    """Return how many neighbours join along each axis (sizes, outermost first), for `most` runs."""
     left, factors = prod(sizes), []
     for size in sizes:
         # Of the divisors the smallest that is enough; the last is the size itself.
@@ -72,8 +69,11 @@ def joined_along(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 class Held(NamedTuple):
-    """A rank's part of one state of a unit: the values (1-D) of parameter `index`, which are the
-    elements `part` of the unit's flat layout. replica: 0 on the one rank that writes them."""
+    """A rank's part of one state of a unit.
+
+    values (1-D) of parameter `index` are the elements `part` of the unit's flat layout; replica is
+    0 on the one rank that writes them.
+    """
 
     index: int
     part: Range
@@ -93,8 +93,7 @@ States = Mapping[str, Sequence[Held]]
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A run of elements of one state of one unit. turn: says who writes it; read: copies the
-    elements [start, stop) of it to a tensor."""
+    """A run of elements of a unit's state; turn decides its writer, read copies [start, stop)."""
 
     unit: HZPUnit
     name: str
@@ -106,9 +105,11 @@ class _Run:
 
 
 def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, str, Held]]:
-    """Yield what this rank writes. states: of all units, and the same units on all their ranks.
-    Collective over the ranks that share optimizer states, where a shared checkpoint is saved;
-    elsewhere what it holds itself."""
+    """Yield what this rank writes of `states`, which has the same units on all their ranks.
+
+    A shared save is collective over the ranks that share optimizer states; any other yields this
+    rank's own.
+    """
     save = current_save()
     for groups, units in units_by_groups(states).items():
         axes = tuple(reversed(groups.optim_gather_axes))
@@ -147,8 +148,7 @@ def _joined(
 
 
 def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> Iterator[_Run]:
-    """Yield this rank's part as runs, in an order in which neighbours go to different ranks. A rank
-    that holds none of a parameter has no states of it: it hears of them from the others."""
+    """Yield this rank's runs, in an order in which neighbours go to different ranks."""
     units = list(states)
     kinds: dict[tuple[str, int], tuple[torch.dtype, set[int]]] = {}
     for number, unit in enumerate(units):
@@ -194,9 +194,9 @@ class _Whole:
 
 
 def _exchange(runs: Sequence[_Run], axis: AxisGroup, factor: int) -> Iterator[_Run]:
-    """Bring the runs of `factor` neighbours along an axis together. Collective over the axis.
+    """Join the runs of `factor` neighbours along an axis. Collective over the axis.
 
-    The members have the same runs of the same lengths; each gets those whose turn it is.
+    All members have the same runs of the same lengths; each gets those whose turn it is.
     """
     first = axis.axis.coordinate // factor * factor
     mine = axis.axis.coordinate - first

@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a model chunk's shards are called in a checkpoint: which elements of which tensor of
-Megatron's format this rank holds.
+"""Names a model chunk's shards in Megatron's checkpoint format.
 
 [Note: shards as boxes of Megatron's tensors]
 A checkpoint holds whole tensors with the model's own names and shapes, whatever its sharding. A
-rank owns a run of elements of a flat buffer, hence of each parameter a run of elements; cut into
-boxes (at most three for a matrix) such a run is what torch.distributed.checkpoint saves and
-loads natively. So nothing has to be gathered to save or to load: a rank writes the elements that it
-owns (in a large world those of its neighbours too, see save_ranks.py) and reads those in place, and
-any other sharding, AsyncHZP's or Megatron's, finds them by their offsets.
+rank owns a run of elements of a flat buffer, hence a run of each parameter. Cut into boxes (at most
+three for a matrix) torch.distributed.checkpoint saves and loads it natively, without a gather: a
+rank writes its own elements (in a large world its neighbours' too, see save_ranks.py) and reads
+them in place, and any other sharding, AsyncHZP's or Megatron's, finds them by their offsets.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +29,10 @@ from megatron_asynchzp.mcore.checkpoint.operation import is_shared_load
 from megatron_asynchzp.mcore.checkpoint.save_ranks import (
     Held,
     States,
+    broadcast_to_replicas,
     held_part,
     is_read_here,
     runs_to_write,
-    spread,
 )
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.buffer import FlatBuffer
@@ -50,13 +48,11 @@ FROZEN_KEY = "asynchzp_frozen_shards"
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run of one parameter's elements that lies in one box of a tensor of the checkpoint.
+    """A run of one parameter's elements that lies in one box of a stored tensor.
 
-    Most parameters are one piece. Where Megatron stores one as several (the two halves of a gated
-    MLP, so that each can be split anew over tensor-parallel ranks) there are more.
-
-    entry: key, shape and offset in the checkpoint, without data.
-    start: the first element, in elements of the parameter.
+    Most parameters are one; Megatron stores the two halves of a gated MLP apart, so that each can
+    be split anew over tensor-parallel ranks. entry has key, shape and offset without data; start is
+    the first element within the parameter.
     """
 
     entry: ShardedTensor
@@ -65,11 +61,10 @@ class StoredRun:
     def shards(
         self, values: torch.Tensor, held: Range, replica: int, prefix: str = ""
     ) -> Iterator[ShardedTensor]:
-        """Entries for what `values` (1-D) holds of this piece; they share its memory.
+        """Return entries, sharing memory, for the part of this run in `values` (1-D).
 
-        held: the elements of the parameter that `values` are.
-        replica: 0 on the one rank among those with the same elements that writes them.
-        prefix: before the key.
+        values are the elements `held` of the parameter; replica is 0 on the one rank that writes
+        them; prefix precedes the key.
         """
         own = Range(self.start, self.start + prod(self.entry.local_shape))
         part = held.intersect(own)
@@ -97,10 +92,10 @@ class StoredRun:
 def find_stored_runs(
     entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
 ) -> list[StoredRun]:
-    """The pieces of `param` in the checkpoint, from the entry that the model made for it.
+    """Return the stored runs of `param`, from the model's entry for it.
 
     Factories run on the meta device: they cut the parameter into views, whose strides and offsets
-    give their places. Raises ConfigurationError for one that computes something else.
+    give their places. Raises ConfigurationError for a factory that computes something else.
     """
     whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if isinstance(entry, ShardedTensorFactory):
@@ -143,9 +138,9 @@ def _contiguous_pieces(
 class ChunkCheckpoint:
     """The part of a checkpoint that one model chunk writes and reads.
 
-    Replaces the chunk's own `sharded_state_dict`, because Megatron asks the unwrapped model, whose
-    parameters are placeholders. snapshots: hand out copies, for writers that work while training
-    goes on and do not copy themselves.
+    It replaces the chunk's own `sharded_state_dict`, because Megatron asks the unwrapped model,
+    whose parameters are placeholders. With snapshots it hands out copies, for writers that work
+    during training and copy nothing.
     """
 
     def __init__(self, runtime: HZPRuntime, module: torch.nn.Module, snapshots: bool = False):
@@ -161,9 +156,9 @@ class ChunkCheckpoint:
     # ---- what there is
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's own, with this rank's shards in place of its parameters.
+        """Return the model's own, with this rank's shards in place of its parameters.
 
-        Nothing is in flight when it returns. Arguments as for the model's.
+        Waits for all operations in flight. Arguments as for the model's.
         """
         if not self._runtime.is_asleep:
             self._runtime.settle()
@@ -177,8 +172,10 @@ class ChunkCheckpoint:
         return state
 
     def stored_runs(self) -> dict[torch.nn.Parameter, list[list[StoredRun]]]:
-        """Which runs of each parameter lie where in which tensors of a checkpoint; a list for each
-        name that it has there. Raises ConfigurationError for one that cannot be stored."""
+        """Return the stored runs of each parameter, a list for each of its names.
+
+        Raises ConfigurationError for a parameter that cannot be stored.
+        """
         return self._stored_runs()[0]
 
     def _stored_runs(
@@ -244,10 +241,9 @@ class ChunkCheckpoint:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what was loaded into the entries of the last `sharded_state_dict`.
+        """Load the entries of the last `sharded_state_dict`. Collective over the sharding groups.
 
-        Raises ConfigurationError where the checkpoint lacks an entry that the model has. Collective
-        over the sharding groups.
+        Raises ConfigurationError if the checkpoint lacks an entry that the model has.
         """
         self._runtime.refuse_sleep()
         rest = dict(state_dict)
@@ -256,7 +252,7 @@ class ChunkCheckpoint:
         self._asked = {}
         if self._is_spread:
             for unit in self._runtime.units:
-                spread(unit, [unit.model_param.view(unit.optim_range)])
+                broadcast_to_replicas(unit, [unit.model_param.view(unit.optim_range)])
         self._load_rest(rest)
         self._runtime.complete_params()
 
@@ -273,17 +269,16 @@ class ChunkCheckpoint:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage ends where it ends. Megatron's writer copies a
-    tensor of the host that is a part of a larger storage, because torch would write all of that."""
+    """Return the same memory as a tensor whose storage ends where it ends.
+
+    Megatron's writer copies a host tensor of a larger storage, because torch would write all of it.
+    """
     return torch.from_dlpack(view.detach()) if view.device.type == "cpu" else view
 
 
 @torch.no_grad()
 def fill(asked: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Copy what was loaded where it was loaded to another place than it was asked for.
-
-    Raises ConfigurationError where some was not loaded at all.
-    """
+    """Copy tensors that were loaded elsewhere. Raises ConfigurationError if one was not loaded."""
     if lacking := len(asked.keys() - loaded.keys()):
         raise ConfigurationError(
             f"the checkpoint lacks {lacking} of {len(asked)} shards; loading a part is not "

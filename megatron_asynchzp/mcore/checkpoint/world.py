@@ -17,11 +17,13 @@ class WorldPeers(Peers):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, mine: Any) -> list[Any]:
+        """Return `mine` of every rank. Collective."""
         all_of_them: list[Any] = [None] * self.size
         dist.all_gather_object(all_of_them, mine)
         return all_of_them
 
     def broadcast(self, mine: Any) -> Any:
+        """Return `mine` of rank 0. Collective."""
         box = [mine]
         dist.broadcast_object_list(box, src=0)
         return box[0]

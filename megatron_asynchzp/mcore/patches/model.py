@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron wraps a model, builds its optimizer and chooses a layer's attention. Without our
-flag each replacement calls the original with what it was given.
+"""Replaces how Megatron wraps a model, builds its optimizer and chooses a layer's attention.
+
+Without our flag each replacement calls the original with the same arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,9 +56,10 @@ get_model = replaces(
 
 
 def _prepare_own_graphs() -> None:
-    """Raise ConfigurationError where Megatron's own graphs have not been tested; and let all go on
-    on the stream that it is on: where it has no memory for graphs yet Megatron goes on on another
-    one, which waits for nothing."""
+    """Raise ConfigurationError for untested local graphs; keep everything on the current stream.
+
+    Before graphs have memory Megatron would go on on another stream, which waits for nothing.
+    """
     import torch
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 

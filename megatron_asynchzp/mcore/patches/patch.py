@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A function of Megatron that is replaced: its record, the checks before, applying and removing."""
+"""The record of a function of Megatron that is replaced, its checks, applying and removing."""
 
 import functools
 import importlib
@@ -22,16 +22,16 @@ _applied = Replacements()
 
 @dataclass(frozen=True)
 class Patch:
-    """One function that is replaced, in every module that holds it under its name.
+    """A function that is replaced, in every module that holds it under its name.
 
-    target: module and name, where Megatron looks the function up when it calls it.
-    parameters: names of its parameters, with spaces between them; anything else is refused. One
-        that older versions of megatron-core lack is followed by the first with it: "new[0.19]"; one
-        that newer versions lack by the last with it: "old[-0.19]".
-    why: what the replacement adds.
-    drop_when: what makes this patch superfluous.
-    call: what runs instead, with the original before the caller's arguments.
-    last: the last version of megatron-core that needs it; empty: all do.
+    Args:
+        target: Module and name under which Megatron looks the function up when it calls it.
+        parameters: Names of its parameters, separated by spaces; any others are refused. One that
+        older versions lack is followed by the first version with it: "new[0.19]"; one that newer
+        versions lack by the last with it: "old[-0.19]". why: What the replacement adds. drop_when:
+        When this patch becomes superfluous. call: The replacement, which gets the original before
+        the caller's arguments. last: The last version of megatron-core that needs it, or "" for
+        all.
     """
 
     target: str
@@ -50,7 +50,7 @@ class Patch:
         return self.target.rpartition(".")[2]
 
     def parameters_in(self, version: str) -> tuple[str, ...]:
-        """version: of megatron-core."""
+        """Return the names of the parameters in a version of megatron-core."""
         found = Version.of(version)
 
         def is_in(limit: str) -> bool:
@@ -61,11 +61,11 @@ class Patch:
         return tuple(name for name, _, limit in split if not limit or is_in(limit))
 
     def is_needed_in(self, version: str) -> bool:
-        """version: of megatron-core."""
+        """Return whether a version of megatron-core needs this patch."""
         return not self.last or Version.of(version) <= Version.of(self.last)
 
     def make(self, original: Callable) -> Callable:
-        """The replacement of `original`, which it keeps as `__wrapped__`."""
+        """Return the replacement of `original`, which it keeps as `__wrapped__`."""
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -77,10 +77,7 @@ class Patch:
 def replaces(
     target: str, parameters: str, *, why: str, drop_when: str, last: str = ""
 ) -> Callable[[Callable], Patch]:
-    """Make a Patch of the function below. Its first parameter is the original.
-
-    See Patch for the arguments.
-    """
+    """Make a Patch of the function below, whose first parameter is the original."""
     return lambda call: Patch(target, parameters, why, drop_when, call, last)
 
 
@@ -88,8 +85,7 @@ def replaces(
 
 
 def found_version() -> str:
-    """Return megatron-core's version. Raises ConfigurationError where it is missing, or older than
-    any version that was tested."""
+    """Return megatron-core's version. Raises ConfigurationError if it is missing or too old."""
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
@@ -103,8 +99,7 @@ def found_version() -> str:
 
 
 def mismatch(symbol: str, found: str) -> ConfigurationError:
-    """The refusal of a Megatron in which `symbol` is not what is used or replaced; found: a verb
-    and what it is there instead."""
+    """Return the error for a Megatron with another `symbol`; `found` is a verb and the fact."""
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
         f"{symbol} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
@@ -137,7 +132,7 @@ def _check_signature(patch: Patch, original: Callable) -> None:
 
 
 def apply_patches(patches: Sequence[Patch]) -> None:
-    """Apply the patches that are not applied yet. Nothing is changed unless every patch fits.
+    """Apply the patches that are not applied yet; changes nothing unless every patch fits.
 
     Raises ConfigurationError with the symbol, the versions expected and the version found.
     """
@@ -157,8 +152,8 @@ def apply_patches(patches: Sequence[Patch]) -> None:
 
 
 def remove_patches() -> None:
-    """Put every original back, also where a copy was imported after patching.
+    """Restore every original, also copies that were imported after patching.
 
-    Raises RuntimeError, and changes nothing, where a replacement was wrapped since.
+    Raises RuntimeError, and changes nothing, if a replacement was wrapped since.
     """
     _applied.restore()

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of Megatron have met, where it logs a step and looks for a signal, and where
-torch destroys process groups.
-"""
+"""Replaces the start of groups, logging, the look for a signal, and the destruction of groups."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that end a rank whose main thread is held by the device: Python handles them only where
-that thread comes back to Python, which a `backward()` or a wait for a lost peer may never do.
+"""Signals that end a rank whose main thread waits in the device.
+
+Python handles a signal only in the main thread's own code, to which a `backward()` or a wait for a
+lost peer may never return.
 """
 
 import os
@@ -25,13 +27,12 @@ def watch_interrupts(
     why_terminated: Callable[[], str] = lambda: "ended by SIGTERM",
     grace_s: float = _GRACE_S,
 ) -> Callable[[], None]:
-    """From now on SIGINT ends this process with the line of an interrupt where the main thread does
-    not come back to Python within `grace_s` seconds. Where it does, nothing is changed. SIGTERM,
-    which torchrun sends to the ranks of a node where one has failed, ends it with a line too.
+    """End this process by SIGINT or SIGTERM even if the main thread does not come back to Python.
 
-    why_terminated: gives that line; it may take its time.
-    Returns what ends this. For the main thread; does nothing in another one, or where SIGINT or its
-    file is in other hands, and leaves a SIGTERM alone for which there is a handler.
+    SIGINT prints the line of an interrupt after `grace_s` seconds in which it did not. SIGTERM,
+    which torchrun sends to the ranks of a node when one has failed, prints why_terminated(), which
+    may take its time. Does nothing outside the main thread, or if SIGINT or its file is in other
+    hands, and leaves a SIGTERM with a handler alone. Returns a function that ends the watch.
     """
     if threading.current_thread() is not threading.main_thread():
         return _nothing
@@ -89,8 +90,10 @@ def _end_in_thread(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked process, such as one that reads data, has no such thread, and what is sent to it is
-    not for its parent, whose file it has."""
+    """Forget the watch in a forked process, such as a data loader.
+
+    It has no such thread, and its signals are not for its parent, whose file it has.
+    """
     if signal.getsignal(signal.SIGTERM) is _end_in_thread:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a machine is known whose accelerator torch does not see: a node that went to the CPU by
-itself would wait in gloo for ranks that use NCCL.
-"""
+"""Detects an accelerator that torch does not see: it must not wait in gloo for NCCL ranks."""
 
 import platform
 from collections.abc import Mapping
@@ -17,9 +15,8 @@ _NONE_CHOSEN = ("", "-1")
 _DEVICE_FILES = ("nvidia*", "davinci*")
 
 
-def refuse_lost_device(environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError where a machine without a device for torch has one all the same, or
-    was asked for one."""
+def check_device_is_seen(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if torch sees no device where the machine or a flag says one is."""
     if (sign := sign_of_device(environ, Path("/dev"))) is not None:
         raise ConfigurationError(
             f"{platform.node()} has {sign}, but torch sees no device there ({_torchs_reason()}); "
@@ -29,8 +26,7 @@ def refuse_lost_device(environ: Mapping[str, str]) -> None:
 
 
 def sign_of_device(environ: Mapping[str, str], files: Path) -> str | None:
-    """Find what shows that this process should have an accelerator; None where nothing does, or
-    where it is hidden from the process on purpose."""
+    """Return the sign that this process should have an accelerator, None if there is none."""
     chosen = {name: environ[name].strip() for name in _CHOICES if name in environ}
     if any(devices in _NONE_CHOSEN for devices in chosen.values()):
         return None

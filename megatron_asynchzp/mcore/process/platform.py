@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a process runs: on an accelerator, or on the CPU platform where there is none. This file
-alone connects the adapter with the CPU platform.
+"""Chooses an accelerator, or the CPU platform if there is none.
+
+This file alone connects the adapter with the CPU platform.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.arguments import add_argument_of
-from megatron_asynchzp.mcore.process.lost_device import refuse_lost_device
+from megatron_asynchzp.mcore.process.lost_device import check_device_is_seen
 from megatron_asynchzp.schedule import NOT_ON_STREAMS
 
 # Accelerators that Megatron can drive. torch may know more (mps, xpu).
@@ -22,9 +23,9 @@ _ACCELERATORS = ("cuda", "npu")
 
 
 def choose_platform(argv: list[str]) -> None:
-    """Install the CPU platform where --asynchzp-device in `argv`, or the machine, asks for it.
+    """Install the CPU platform if --asynchzp-device in `argv`, or the machine, asks for it.
 
-    Raises ConfigurationError, one line, for a machine whose accelerator torch does not see.
+    Raises ConfigurationError for a machine whose accelerator torch does not see.
     """
     if (reason := reason_for_cpu(argv)) is None:
         return
@@ -38,10 +39,9 @@ def choose_platform(argv: list[str]) -> None:
 
 
 def apply_platform_defaults(args: Namespace) -> list[str]:
-    """Give the arguments the values that the CPU platform needs, where it is installed.
+    """Give the arguments the values that an installed CPU platform needs; return lines to log.
 
-    Returns the line to log, if anything changed. Raises ConfigurationError, one line, for a flag
-    that the platform cannot honour.
+    Raises ConfigurationError for a flag that the platform cannot honour.
     """
     from megatron_asynchzp import cpu_platform
 
@@ -74,11 +74,11 @@ def is_cpu_asked(argv: list[str]) -> bool:
 
 
 def are_dataset_helpers_ready() -> bool:
-    """Whether the compiled dataset helpers can be used as they are, without Megatron's `make`.
+    """Return whether the compiled dataset helpers work without Megatron's `make`.
 
-    A wheel has them, and no Makefile. On the CPU platform a Makefile is not asked either: a
-    checkout may have borrowed them.
-    Raises ConfigurationError where they cannot be imported and nothing can compile them.
+    A wheel has them, and no Makefile. The CPU platform asks no Makefile either: a checkout may have
+    borrowed them. Raises ConfigurationError if they cannot be imported and nothing can compile
+    them.
     """
     (folder, *_) = importlib.import_module("megatron.core.datasets").__path__
     has_makefile = Path(folder, "Makefile").is_file()
@@ -95,13 +95,15 @@ def are_dataset_helpers_ready() -> bool:
 
 
 def reason_for_cpu(argv: list[str]) -> str | None:
-    """Why a process with these arguments runs on the CPU platform; None where an accelerator is
-    used. Raises ConfigurationError for a machine whose accelerator torch does not see."""
+    """Return why these arguments run on the CPU platform, None for an accelerator.
+
+    Raises ConfigurationError for a machine whose accelerator torch does not see.
+    """
     if is_cpu_asked(argv):
         return "--asynchzp-device cpu"
     if _has_accelerator():
         return None
-    refuse_lost_device(os.environ)
+    check_device_is_seen(os.environ)
     return "no accelerator found"
 
 
@@ -115,8 +117,8 @@ def _has_accelerator() -> bool:
 def _lend_dataset_helpers() -> None:
     """Let a Megatron checkout use the compiled dataset helpers of an installed wheel.
 
-    A fresh checkout has none, and its Makefile, which needs a compiler, pybind11 and this Python's
-    python3-config, is not run on the CPU. Modules the checkout has stay its own.
+    A fresh checkout has none, and its Makefile, which needs a compiler, pybind11 and
+    python3-config, is not run on the CPU. The checkout's own modules stay.
     """
     datasets = importlib.import_module("megatron.core.datasets")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank ends that refuses its command line: one line, from one rank of a node. Importing this
-file loads no torch.
+"""Ends a rank with a refused command line: one line, from one rank of a node.
+
+Importing this file loads no torch.
 """
 
 import json
@@ -37,8 +38,9 @@ def refused_in_one_line() -> Iterator[None]:
 
 @refused_in_one_line()
 def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
-    """End the process with one line for a command line that cannot be meant, see
-    check_command_line, or for too few files. Of the launcher, which is no rank, any node's count.
+    """End the process with one line if check_command_line refuses, or open files are too few.
+
+    The launcher is no rank: it asks for the count of any node.
     """
     check_descriptors(int(os.environ.get("RANK", "1")), world_size or 0)
     check_command_line(argv, world_size)
@@ -53,8 +55,7 @@ def world_size() -> int | None:
 def report(error: BaseException) -> None:
     """Print an error of ours as one line on stderr, once per node.
 
-    torchrun repeats the line in the table that it ends with, so that it is the last thing on the
-    screen there too.
+    torchrun repeats it in the table that it ends with, where it is the last line on the screen.
     """
     obey_sigterm()
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -66,10 +67,10 @@ def report(error: BaseException) -> None:
 
 
 def obey_sigterm() -> None:
-    """Let SIGTERM end this process from now on, for a main thread that is about to end anyway.
+    """Let SIGTERM end this process, whose main thread is about to end anyway.
 
-    A run that saves has Megatron's handler, which only takes note: torchrun, which sends SIGTERM
-    to all ranks when one has failed, would wait for them.
+    A run that saves has Megatron's handler, which only takes note: torchrun, which sends SIGTERM to
+    all ranks when one has failed, would wait for them.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

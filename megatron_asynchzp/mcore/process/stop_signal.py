@@ -13,7 +13,7 @@ from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 
 
 class StopSignal:
-    """One small all-reduce a step, in place of Megatron's all-gather and of its wait for each rank.
+    """One small all-reduce a step, in place of Megatron's all-gather and its wait for each rank.
 
     It goes over the world: the ranks of a pipeline or of a tensor-parallel group, which meet in no
     sharding group, save the same step too.
@@ -21,7 +21,8 @@ class StopSignal:
         host     ... norm of the gradients | share | updates ... | signals_received
         device   ... all-reduce of it      | all-reduce, copy | updates ...
 
-    The norm has held the host: the answer is there before the updates are, and nobody waits for it.
+    The norm has held the host: the answer is there before the updates are, and no rank waits for
+    it.
     """
 
     def __init__(self, device: Device, limit_s: float):
@@ -30,10 +31,9 @@ class StopSignal:
         self._event: Any = None
 
     def share(self, where: torch.device) -> None:
-        """Tell all ranks what came here, and ask them. Collective over the world, once per step; no
-        collective where the run has no handler.
+        """Exchange signals with all ranks. Collective over the world in each step.
 
-        where: the device of the model.
+        Does nothing if the run has no handler. where is the device of the model.
         """
         if (was_asked := _was_asked()) is None:
             return

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the construction of Megatron's models in shards: when it begins, and which modules are
-complete when.
-"""
+"""Builds Megatron's models in shards: when that begins, and which modules are complete when."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +33,7 @@ _CONSTRUCTION: ContextVar[Construction | None] = ContextVar("asynchzp_constructi
 def constructing(
     settings: RunSettings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> Iterator[None]:
-    """While the body builds model chunks, shard their layers, embeddings and output layers as soon
-    as each is complete. Collective over the world; has_experts: its common answer."""
+    """Shard layers and edges as soon as each is built. Collective; has_experts is world-wide."""
     groups = create_shard_groups(settings, pg_collection, has_experts)
 
     def use_first_rank(param: nn.Parameter) -> None:
@@ -63,15 +60,14 @@ def current_construction() -> Construction | None:
 
 
 def note_built(module: Any) -> None:
-    """Megatron has built `module` from its spec: a layer is complete."""
+    """Shard `module` if it is a layer: Megatron has built it from its spec."""
     construction = _CONSTRUCTION.get()
     if construction is not None and is_layer(module):
         construction.shard(module)
 
 
 def _note_registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """`module` becomes a child of `parent`: a language model's embedding or output layer is
-    complete."""
+    """Shard a language model's embedding or output layer when it is registered: it is complete."""
     construction = _CONSTRUCTION.get()
     if construction is None or module is None or name not in EDGES or not is_language_model(parent):
         return

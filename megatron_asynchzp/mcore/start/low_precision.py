@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Transformer Engine that compute in FP8 or FP4 with weights whose shards are bf16: what
-they need of the machine, the quantised copies of weights that outlive a layer's call, and which
-weights can travel as FP8 codes."""
+"""Transformer Engine's layers in FP8 or FP4 with bf16 shards.
+
+Owned are the demands on the machine, the quantised copies of weights that outlive a layer's call,
+and the weights that travel as FP8 codes.
+"""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -26,8 +28,7 @@ _ANSWERS = {
 
 
 def refuse_missing_te(args: Namespace) -> None:
-    """Raise ConfigurationError where this machine cannot compute what --fp8-format or --fp4-format
-    asks for, or has nothing that captures the layers of --cuda-graph-impl."""
+    """Raise ConfigurationError if this machine lacks what FP8, FP4 or CUDA graphs need."""
     if args.fp8:
         recipe, what = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
     elif args.fp4:
@@ -58,16 +59,14 @@ def refuse_missing_te(args: Namespace) -> None:
 
 
 def forget_copies(module: nn.Module, config: Any) -> None:
-    """Have layers quantise the gathered weight again in backward instead of keeping a copy until
-    then, which would be of every weight."""
+    """Make layers quantise the gathered weight again in backward, in place of keeping copies."""
     for layer in _quantising(module, config):
         if not _keeps(layer, config):
             layer._is_fsdp2 = True
 
 
 def kept_nbytes(module: nn.Module, config: Any) -> int:
-    """Bytes of the copies that a model's layers still keep, at most: two of a weight, one of them
-    transposed."""
+    """Return the most bytes of copies that layers still keep: two of a weight, one transposed."""
     layers = [layer for layer in _quantising(module, config) if _keeps(layer, config)]
     weights = [param for layer in layers for param in layer.parameters(recurse=False)]
     nbytes = FP4_COPIES_NBYTES if config.fp4 else FP8_COPIES_NBYTES
@@ -81,8 +80,7 @@ def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
 
 
 def _keeps(layer: Any, config: Any) -> bool:
-    """With delayed scaling backward would find another scale; layers of experts in groups, and all
-    of earlier versions, cannot quantise again."""
+    """Return whether a layer cannot quantise again: delayed scaling, grouped or old layers."""
     is_grouped = hasattr(layer, "num_gemms")
     is_delayed = config.fp8 and config.fp8_recipe == "delayed"
     return is_delayed or is_grouped or not hasattr(type(layer), "is_fsdp2")

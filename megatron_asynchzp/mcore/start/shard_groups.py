@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
+"""Owns the communicators of Megatron's sharding groups, and broadcasts initial values over them."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,8 +20,9 @@ from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 def create_shard_groups(
     settings: RunSettings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> dict[str, ShardGroups]:
-    """Communicators of the dense and, with `has_experts`, of the expert sharding group. Collective
-    over both groups; `has_experts` is their common answer.
+    """Create the communicators of the dense and, if any, the expert sharding group.
+
+    Collective over both groups; has_experts is their common answer.
     """
 
     def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
@@ -44,11 +45,11 @@ def create_shard_groups(
 
 
 def communicator_options(name: str, backend: str, settings: RunSettings) -> Any:
-    """For torch's `pg_options`: NCCL's options for a communicator of ours, None for other backends.
+    """Return NCCL's `pg_options` for a communicator of ours, None for other backends.
 
-    name: Megatron's group that ours replace, whose entry in the file of
-    --nccl-communicator-config-path (channels, network) holds for ours. Their stream has priority,
-    unless that entry takes it away: a collective that waits for the device holds up its peers.
+    name is Megatron's group that ours replace: its entry in --nccl-communicator-config-path
+    (channels, network) holds for ours. Our stream has priority, unless that entry takes it away: a
+    collective that waits for the device holds up its peers.
     """
     if backend != "nccl":
         return None
@@ -64,7 +65,7 @@ def communicator_options(name: str, backend: str, settings: RunSettings) -> Any:
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors are for the collectives of `group`: a model may be built elsewhere."""
+    """Return the device of tensors in collectives of `group`; a model may be built on another."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or dist.get_backend(group) == "gloo":
         return torch.device("cpu")

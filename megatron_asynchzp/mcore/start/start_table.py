@@ -42,9 +42,9 @@ def _format_nbytes(nbytes: float) -> str:
 
 
 def format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, below a title; the first row holds their names.
+    """Format columns as wide as their widest cell below a title; the first row holds their names.
 
-    No cell is cut or wrapped: what is searched in a log is found.
+    No cell is cut or wrapped, so that a search of the log finds it.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -102,7 +102,7 @@ def _states_table(
 def _beside_states(
     chunks: Sequence[AsyncHZPDataParallel], whole_nbytes: int | None, moments: MomentBytes
 ) -> list[tuple[str, float, int | None]]:
-    """List what is held beside the states: its name, bytes by formula and as allocated."""
+    """List the memory in addition to the states: its name, bytes by formula and as allocated."""
     formula: Counter[str] = Counter()
     allocated: Counter[str] = Counter()
     for chunk in chunks:
@@ -134,8 +134,7 @@ def preview_of_units(
     pp: int,
     has_qk_norms: bool,
 ) -> float:
-    """Bytes that computing updates ahead takes at most, 0 where no unit is sent before its update.
-    The last three: as for has_late_grads."""
+    """Return the most bytes that previews of updates take; arguments as for has_late_grads."""
     if not schedule.may_send_early:
         return 0.0
     is_forced = schedule.early_update == "on"
@@ -157,7 +156,7 @@ def preview_of_units(
 
 
 def _units_table(units: Sequence[HZPUnit]) -> str:
-    """Units of equal make in one row: a deep model has hundreds that differ in a number."""
+    """List equal units in one row: a deep model has hundreds that differ in a number."""
     rows = [("unit", "how many", "parameters each", "gathered bytes each", "padding")]
     kinds: dict[tuple, list[str]] = {}
     for unit in units:
@@ -178,10 +177,10 @@ def format_start_table(
     moments: MomentBytes = MomentBytes(),
     whole_nbytes: int | None = None,
 ) -> str:
-    """The whole table as text, for the rank that calls it.
+    """Return the whole table as text, for the rank that calls it.
 
-    moments: bytes per element of the optimizer's states.
-    whole_nbytes: of the parameters that were whole at most, while a model was built in shards.
+    moments are the optimizer's bytes per element; whole_nbytes is the most that was whole while a
+    model was built in shards.
     """
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
@@ -201,8 +200,10 @@ def format_start_table(
 
 
 def budget_hint(chunks: Sequence[AsyncHZPDataParallel], num_micro_batches: int) -> str:
-    """One line where each micro-batch of a step will gather parameters again although the device
-    has room for them now; "" elsewhere, and where nobody can tell what a device has (a CPU)."""
+    """Return a hint if micro-batches gather parameters again that free memory could keep, else "".
+
+    A CPU cannot tell what it has free.
+    """
     communication = chunks[0].communication
     schedule, left = communication.schedule, communication.driver.device.left_nbytes()
     is_budgeted = schedule.keep_params_nbytes or schedule.keeps_params_in_free_memory

@@ -19,11 +19,11 @@ from megatron_asynchzp.versions import TORCH, Version, untested
 
 
 def prepare_process(argv: list[str]) -> None:
-    """Install the CPU platform where it is needed or asked for, and apply the patches.
+    """Install the CPU platform if it is needed or asked for, and apply the patches.
 
-    argv: the arguments of the training script; --asynchzp-device is read.
-    Idempotent. What takes long is announced, by rank 0.
-    Raises ConfigurationError, before anything is changed, for a Megatron we do not know.
+    Idempotent. argv are the training script's arguments, of which --asynchzp-device is read. Rank 0
+    announces what takes long. Raises ConfigurationError, before any change, for an unknown
+    Megatron.
     """
     if "megatron.training" in sys.modules:  # a script that imports the adaptor was launched
         choose_platform(argv)
@@ -39,10 +39,9 @@ def prepare_process(argv: list[str]) -> None:
 
 
 def patch_megatron() -> None:
-    """Apply the patches to a Megatron that has all that this package imports of it, also in runs
-    whose flags would import it later.
+    """Apply the patches to a Megatron that has all that any module of ours imports of it.
 
-    Raises ConfigurationError, before anything is changed, naming what is missing or too old.
+    Raises ConfigurationError, before any change, with the name of what is missing or too old.
     """
     if Version.of(torch.__version__) < Version.of(TORCH[0]):
         raise ConfigurationError(

@@ -12,22 +12,22 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def matrix_numel(params: Iterable[torch.nn.Parameter]) -> int:
-    """Elements of those that Muon takes for matrices."""
+    """Count the elements of those that Muon takes for matrices."""
     return sum(param.numel() for param in params if not _is_nonlinear_or_embedding(param))
 
 
 def mean_moment_nbytes(unit: HZPUnit, moments: MomentBytes) -> float:
-    """Per element of `unit`, over the ranks that share its optimizer states."""
+    """Return the bytes per element of `unit`, over the ranks that share its optimizer states."""
     return moments.mean(unit.layout.numel, matrix_numel(unit.params))
 
 
 def state_nbytes_by_formula(
     units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes(), with_padding: bool = False
 ) -> dict[str, float]:
-    """AsyncHZP section 3 by the planner's formula. N counts each unit with the sizes of its own
-    sharding group; what is not trained has parameters alone.
+    """Return bytes by state, of AsyncHZP section 3.
 
-    with_padding: N is what the unit's flat buffer takes, which is more than its parameters.
+    N counts each unit with the sizes of its own sharding group; a frozen unit has parameters alone.
+    with_padding takes the flat buffer's N, which is more than the parameters.
     """
     of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
@@ -43,7 +43,7 @@ def state_nbytes_by_formula(
 def state_nbytes_allocated(
     units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
 ) -> dict[str, int]:
-    """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
+    """Return the bytes of this rank's persistent buffers, and of the moments it will hold."""
     of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
         found = {**unit.state_nbytes(), "optimizer_moments": 0}

@@ -21,7 +21,7 @@ _QK_NORMS = ("q_layernorm", "k_layernorm")
 
 
 def sharding_group_key(param: nn.Parameter) -> str:
-    """Megatron marks expert parameters with allreduce=False: their copies are elsewhere."""
+    """Return the sharding group of a parameter: Megatron marks experts with allreduce=False."""
     return "dense" if getattr(param, "allreduce", True) else "expert"
 
 
@@ -30,12 +30,12 @@ EDGES = ("embedding", "output_layer")
 
 
 def is_layer(module: object) -> bool:
-    """Whether it is a module that Megatron's models repeat."""
+    """Return whether Megatron's models repeat this module."""
     return isinstance(module, (BaseTransformerLayer, MambaLayer))
 
 
 def is_language_model(module: nn.Module) -> bool:
-    """Whether it has an embedding or an output layer: such models share attributes, not a class."""
+    """Return whether it has an embedding or an output layer: such models share no class."""
     return hasattr(module, "shared_embedding_or_output_weight")
 
 
@@ -44,7 +44,7 @@ def _language_models(root: nn.Module) -> list[Any]:
 
 
 def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
-    """Embedding weights that are also used elsewhere, with the other modules of this stage.
+    """Map each tied embedding weight to the other modules of this stage that use it.
 
     A copy on another pipeline stage counts: both copies need the same layout.
     """
@@ -65,9 +65,9 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
 
 
 def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
-    """Units of a model chunk: layers, their experts, the embedding, the output layer, the rest.
+    """Plan the units of a model chunk: layers, experts, embedding, output layer, and the rest.
 
-    chunk: its index on this rank. Of all but the first it is in the units' names: each chunk of an
+    chunk is its index on this rank. Names of all but the first have it, because each chunk of an
     interleaved pipeline counts its layers from 0.
     """
     layers = [module for module in root.modules() if is_layer(module)]
@@ -82,8 +82,10 @@ def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
 
 
 def seat_captured(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """`plans`, of which those have a seat whose parameters the captured graph of a layer reads:
-    they are gathered around the call of that layer."""
+    """Give a seat to each plan whose parameters the captured graph of a layer reads.
+
+    These units are gathered around the call of that layer.
+    """
     layer_of: dict[nn.Parameter, nn.Module] = {}
     for layer in root.modules():
         if is_layer(layer):
@@ -116,8 +118,10 @@ def units_by_groups(units: Iterable[HZPUnit]) -> dict[ShardGroups, list[HZPUnit]
 
 
 def mark_softmax_offsets(root: nn.Module) -> None:
-    """Mark the offsets of --softmax-type learnable as divided over tensor-parallel ranks, each of
-    which has those of its own heads. Megatron does not: its norm has the first rank's alone."""
+    """Mark the offsets of --softmax-type learnable as tensor-parallel.
+
+    A rank has those of its heads. Megatron marks none: its norms have the first rank's alone.
+    """
     for module in root.modules():
         offset: Any = getattr(module, "softmax_offset", None)
         if isinstance(offset, nn.Parameter):
@@ -125,9 +129,9 @@ def mark_softmax_offsets(root: nn.Module) -> None:
 
 
 def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:
-    """Whether Megatron (finalize_model_grads) changes gradients of `unit` after their reduction.
+    """Return whether finalize_model_grads changes gradients of `unit` after their reduction.
 
-    tp, pp: sizes of the tensor-parallel and the pipeline-parallel group.
+    tp and pp are the sizes of the tensor- and the pipeline-parallel group.
     """
     marks = (_SUMMED_OVER_TP if tp > 1 else ()) + (_SUMMED_OVER_PP if pp > 1 else ())
     norms = _QK_NORMS if tp > 1 and has_qk_norms else ()

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's communication in the background: one driver for all its model chunks, which ends before
-the process groups do, and what the log and the trace report of it.
-"""
+"""A rank's communication in the background, which ends before the process groups do."""
 
 import atexit
 import sys
@@ -35,9 +33,12 @@ from megatron_asynchzp.zero.unit import HZPUnit
 class Communication:
     """The driver that the runtimes of a rank share.
 
-    number_of_step: by which Megatron's log calls the step that begins; None where it has not said.
+    Args:
+        number_of_step: Returns Megatron's number of the step that begins, or None before it has
+        one.
 
-    Raises ConfigurationError for a budget of what a device has left that cannot tell.
+    Raises:
+        ConfigurationError: A budget is what the device has left, and the device cannot tell.
     """
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
@@ -83,7 +84,7 @@ class Communication:
         return [runtime for one in cls._open for runtime in one.runtimes]
 
     def begin_step(self, step: int) -> None:
-        """Called before the step of this number writes its first gradient."""
+        """Start or end a trace before step number `step` writes its first gradient."""
         if self._trace is not None and self._traced_step is None:
             self._traced_step = self._trace.step_after(step)
         if step == self._traced_step:
@@ -104,22 +105,23 @@ class Communication:
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_report(self) -> CommReport:
-        """Return what the steps since the last call cost. Called when a step is over."""
+        """Return what the steps since the last call cost."""
         return self._reports.next_report()
 
     def nbytes_in_flight(self) -> int:
-        """Count the memory for parameters and gradients in flight, which is allocated once."""
+        """Return the bytes of parameters and gradients in flight, allocated once."""
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
     def take_free_memory(self) -> None:
-        """After the first update, when all that a step needs was allocated: with
-        --asynchzp-keep-params-gb auto the rest of the device keeps parameters. Collective."""
+        """Let parameters fill the free memory (--asynchzp-keep-params-gb auto). Collective.
+
+        Megatron calls it after the first update, when all that a step needs was allocated.
+        """
         if self.budgets.params is not None and self.budgets.params.takes_free_memory:
             self.budgets.params.take_free_memory(self.driver.device.left_nbytes() or 0)
 
     def kept(self) -> dict[str, tuple[int, int]]:
-        """Count what the last step saved by keeping it in memory: "gathers", "reductions", each
-        with how many and the most bytes that were kept for it. Only what has a budget."""
+        """Return how many gathers and reductions keeping saved in the last step, and its bytes."""
         params = None if self.budgets.params is None else self.budgets.params.residency
         return {
             what: (residency.num_hits, residency.planned_nbytes)
@@ -128,8 +130,7 @@ class Communication:
         }
 
     def grad_records(self, pipeline: dist.ProcessGroup) -> list[list[str]]:
-        """Gather, for a checkpoint, what decides which gradients the next step keeps: of each stage
-        of `pipeline`, see KeepBudgets.grad_record. Collective where there is a budget."""
+        """Gather the pipeline's KeepBudgets.grad_record, if it has a budget. Collective."""
         mine = self.budgets.grad_record()
         if self.budgets.grads is None:
             return []
@@ -138,7 +139,7 @@ class Communication:
         return records
 
     def expect_grads(self, records: Sequence[Sequence[str]], pipeline: dist.ProcessGroup) -> None:
-        """Go on from the grad_records of a checkpoint; those of another pipeline are left alone."""
+        """Restore the grad_records of a checkpoint, unless they are of another pipeline."""
         if len(records) == pipeline.size():
             units = [unit for runtime in self.runtimes for unit in runtime.units]
             self.budgets.expect_grads(records[pipeline.rank()], units)
@@ -153,8 +154,10 @@ class Communication:
         return f"in step {step}; the last collective submitted: {task.title}"
 
     def why_terminated(self) -> str:
-        """The line for SIGTERM. torchrun sends it where another rank has failed: one that has heard
-        of that is about to end by itself, and knows more."""
+        """Return the line for SIGTERM, which torchrun sends when another rank has failed.
+
+        A rank that heard of that failure waits for it, because its own line says more.
+        """
         roll_call, deadline = self.driver.roll_call, time.monotonic() + _SAYS_MORE_S
         while roll_call is not None and roll_call.has_been_called and time.monotonic() < deadline:
             try:
@@ -170,7 +173,7 @@ class Communication:
         return any(group in unit.groups.all_groups for unit in units)
 
     def close(self) -> None:
-        """Finish what is in flight and end the threads; nothing can be trained afterwards.
+        """Finish all operations and end the threads; nothing can be trained afterwards.
 
         Raises the failure that the communication ended with, without waiting for anything.
         """
@@ -187,12 +190,12 @@ class Communication:
 
     @classmethod
     def current(cls) -> "Communication | None":
-        """The one of this process, if there is one."""
+        """Return the open communication of this process, or None."""
         return next(iter(cls._open), None)
 
     @classmethod
     def close_all(cls, group: dist.ProcessGroup | None = None) -> None:
-        """Close those of `group` (None: all) before it is destroyed: no thread may outlive it."""
+        """Close those that use `group` (None: all) before it goes: no thread may outlive it."""
         for communication in list(cls._open):
             if group in (None, dist.group.WORLD) or communication.uses(group):
                 communication.close()
@@ -224,7 +227,7 @@ def _end_quietly(runtimes: list[HZPRuntime], driver: Driver) -> None:
 
 
 def _close_at_exit(reference: "weakref.ref[Communication]") -> None:
-    """The script has come to its end without destroying the process groups."""
+    """Close when the script ends without destroying the process groups."""
     communication = reference()
     if communication is None or getattr(sys, "last_exc", None) is not None:
         return  # after an error there may be no peer left to finish anything with

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of Megatron's data-parallel wrapper: what train_step, the schedules and
-finalize_model_grads call on a model chunk.
-"""
+"""Megatron's data-parallel wrapper: what train_step, schedules and finalize_model_grads call."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -50,13 +48,14 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     """A model chunk whose states are sharded by an HZPRuntime.
 
     A subclass of DistributedDataParallel by name only, so that unwrap_model and the schedules
-    recognise it without a patch; nothing of its buffers is built.
+    recognise it without a patch; none of its buffers is built.
 
-    ddp_config, module, pg_collection: as for DistributedDataParallel.
-    groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank.
-    takes_snapshots: see ChunkCheckpoint.
-    construction: see HZPRuntime.
-    index: of this chunk on its rank.
+    Args:
+        module: The model chunk; ddp_config and pg_collection as for DistributedDataParallel.
+        index: The chunk's index on its rank.
+        groups: See create_shard_groups; shared, as `communication` is, by all chunks of a rank.
+        takes_snapshots: See ChunkCheckpoint.
+        construction: See HZPRuntime.
     """
 
     def __init__(
@@ -129,6 +128,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @property
     def units(self) -> list[HZPUnit]:
+        """The units of this chunk."""
         return self.runtime.units
 
     # ---- the contract
@@ -177,9 +177,11 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         self._check_grads()
 
     def _check_grads(self) -> None:
-        """Stop on a gradient that is not finite, report one that is unexpectedly large, as far as
-        the flags ask for it. Stock DDP looks before it reduces; here the reduction runs within
-        backward, and what one rank spoils reaches the shard's owner."""
+        """Stop on gradients that are not finite and report large ones, as the flags ask.
+
+        Stock DDP checks before it reduces. Here the reduction runs within backward, so a bad value
+        of one rank reaches the owner of the shard.
+        """
         machine: Any = get_rerun_state_machine()
         # Ten times what was seen so far, as in stock Megatron.
         is_large = partial(machine.is_unexpectedly_large, threshold=10, context="grads")
@@ -238,29 +240,36 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over a loaded state dict of this chunk. Always strict: Megatron would otherwise
-        try again without being so, and train on with what was there."""
+        """Load a state dict of this chunk, always strictly.
+
+        Otherwise Megatron would try again without strict, and train on with the values before.
+        """
         self.checkpoint.load_state_dict(state_dict)
 
 
 def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
-    """Megatron's own linear layers (the output layer, for one) read main_grad in forward, before
-    the engine has memory for a gradient. They leave fused gradients to Transformer Engine's."""
+    """Leave fused gradients to the layers of Transformer Engine.
+
+    Megatron's own linear layers, such as the output layer, read main_grad in forward, before the
+    engine has memory for a gradient.
+    """
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = False
 
 
 def _is_true_anywhere(mine: bool) -> bool:
-    """Whether it is so on any rank of the world: a pipeline stage may be without experts."""
+    """Return whether any rank says yes: a pipeline stage may have no experts."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return any(everyone)
 
 
 def refuse_all_trained(chunks: Sequence[AsyncHZPDataParallel]) -> None:
-    """Raise ConfigurationError where no rank has a frozen unit: a checkpoint of what is trained is
-    then a whole one. Collective over the world."""
+    """Raise ConfigurationError if no rank has a frozen unit. Collective over the world.
+
+    A checkpoint of trained parameters alone would then be a whole one.
+    """
     if not _is_true_anywhere(any(not unit.is_trained for chunk in chunks for unit in chunk.units)):
         raise ConfigurationError(
             "--asynchzp-save-trained-only: every parameter is trained; freeze the base before the "
@@ -277,7 +286,7 @@ def wrap_model_chunks(
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
-    construction: under which the chunks were built, if their modules are sharded already. It ends.
+    construction is the one under which the chunks were built, if any; this ends it.
     """
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     if any(param.is_cpu for param in params):  # Megatron 0.19 moves nothing that it built there

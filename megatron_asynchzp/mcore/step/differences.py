@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What not every tested version of megatron-core has under the same name, and what stands for it
-there. What differs in a function that is replaced is in its patch."""
+"""Functions that some tested versions of megatron-core lack, and their replacements.
+
+A difference in a function that a patch replaces is in that patch.
+"""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -32,9 +34,9 @@ def copy_optimizer_param_metadata(to: torch.Tensor, source: torch.Tensor) -> Non
 
 
 def is_counted_once(param: torch.Tensor, tp_group: Any, expert_tp_group: Any) -> bool:
-    """Whether this rank's copy of `param` counts in sums over tensor-parallel ranks and stages.
+    """Return whether this rank's copy of `param` counts in sums over TP ranks and stages.
 
-    expert_tp_group: 0.18 has the first group decide for experts too.
+    megatron-core 0.18 has no expert_tp_group: tp_group decides for experts too.
     """
     is_first = _without_unknown(
         param_is_not_tensor_parallel_duplicate,
@@ -52,7 +54,7 @@ def count_zeros(
     expert_tp_group: Any,
     use_decoupled_grad: bool = False,
 ) -> float:
-    """Zeros in the gradients of those of `params` that are counted once."""
+    """Count the zeros in the gradients of those of `params` that are counted once."""
     return _without_unknown(
         count_zeros_fp32,
         [*params],
@@ -69,9 +71,9 @@ def _without_unknown(function: Callable[..., Any], *args: Any, **groups: Any) ->
 
 
 def called_by_megatron(*one_of: str) -> Callable[[type], type]:
-    """Checks a class: each of its methods marked with `typing.override`, and one of the methods
-    named `one_of`, is a method of a class above it. Under another name nothing would call it.
+    """Check that a class overrides methods which its bases have, as Megatron calls no other name.
 
+    Checked are each method marked with `typing.override`, and one of the methods named `one_of`.
     Raises ConfigurationError.
     """
 

@@ -20,11 +20,9 @@ def build_early_update(
     params_of: dict[HZPUnit, list[torch.nn.Parameter]],
     inverse_scale: Callable[[], torch.Tensor | None],
 ) -> EarlyUpdate | None:
-    """Build what --asynchzp-early-update asks for, None for nothing.
+    """Build the early update that --asynchzp-early-update asks for, or return None.
 
-    optimizers, inverse_scale: of the run; params_of: of each trained unit, as in EarlyUpdate.
-
-    Raises ConfigurationError, one line, where it is on and no unit can be sent.
+    Raises ConfigurationError if the flag is on and no unit can be sent.
     """
     schedule, config = chunks[0].communication.schedule, chunks[0].config
     if not schedule.may_send_early:

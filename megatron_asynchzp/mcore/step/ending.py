@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends after an error: one line for an error of ours or of the communication, the
-traceback and then a line for any other error while ranks train.
+"""How a process ends after an error.
+
+An error of ours or of the communication is one line. Any other error keeps its traceback, with a
+line after it while ranks train.
 """
 
 import signal
@@ -28,11 +30,10 @@ _LAST_WORDS = (CollectiveFailure, OrderMismatch, ReplicasDiffer, SaveError, Keyb
 
 
 def end_training(error: BaseException) -> None:
-    """End this process, with one line, for an error that was not caught while ranks train.
+    """End this process with one line, for an uncaught error while ranks train.
 
-    Every rank prints its line, because each sees another part of what happened. Errors of
-    Megatron or the script keep their traceback, and the line comes after it. Returns where
-    nothing was being trained: Python then goes on as usual.
+    Every rank prints its line, because each sees another part of the failure. An error of Megatron
+    or the script keeps its traceback above the line. Returns if nothing was being trained.
     """
     communication = Communication.current()
     if communication is None and not isinstance(error, _LAST_WORDS):
@@ -61,7 +62,7 @@ def end_training(error: BaseException) -> None:
 
 
 def _asked(failure: CollectiveFailure, communication: Communication) -> BaseException:
-    """The driver's first failure, or this one, with who is missing: it may be one of a save."""
+    """Return the driver's first failure, or this one, after asking which ranks are missing."""
     communication.driver.fail(failure, ())
     try:
         communication.driver.raise_failure()
@@ -85,8 +86,7 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
 
 
 def report_own_errors() -> None:
-    """Make uncaught errors of ours print one line in place of a traceback (exit status 1; 130 for
-    an interrupt).
+    """Print uncaught errors of ours as one line (exit status 1; 130 for an interrupt).
 
     For scripts that import the adaptor; the launcher catches these errors itself.
     """

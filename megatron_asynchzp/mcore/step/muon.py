@@ -197,10 +197,7 @@ def build_muon(
     fragments: Mapping[torch.nn.Parameter, torch.nn.Parameter],
     pg_collection: ProcessGroupCollection,
 ) -> tuple[list[torch.optim.Optimizer], Callable]:
-    """Build Muon for matrices and Adam for the rest, and the function that makes their state.
-
-    param_groups are of fragments, made with muon_overrides; for fragments see ShardedMuon.
-    """
+    """Build Muon for matrices, Adam for the rest, and the function that makes their states."""
     for chunk in model_chunks:
         _mark_matrices(chunk)
     muon = ShardedMuon(

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of Megatron's optimizer over sharded main parameters: scaling, norms, clipping, the
-inner step and what follows it.
-"""
+"""Megatron's optimizer over sharded main parameters: scaling, norms, clipping and the update."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -54,13 +52,17 @@ from megatron_asynchzp.zero.unit import HZPUnit
 class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     """Adam, SGD or Muon on this rank's fragments of the fp32 main parameters.
 
-    optimizers: of torch, whose parameters are the 1-D fragments of `ShardedParameters`.
-    grad_scaler: for fp16, else None.
-    init_state_fn: makes the state of all of them.
-    model_chunks: the wrapped chunks that own the shards.
-
     Unlike stock optimizers it serves dense and expert parameters at once: their fragments differ
-    only in the replica that counts in norms.
+    only in which replica counts in norms.
+
+    Args:
+        optimizers: torch optimizers of the 1-D fragments in `parameters`.
+        config: Megatron's.
+        grad_scaler: For fp16, else None.
+        init_state_fn: Creates the states of all optimizers.
+        model_chunks: The wrapped chunks that own the shards.
+        parameters: The fragments.
+        pg_collection: Megatron's process groups.
     """
 
     def __init__(
@@ -168,9 +170,9 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     @override
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
-        """Unscale, clip and apply; returns (updated, gradient norm, zeros in the gradients).
+        """Unscale, clip and apply; return (updated, gradient norm, zeros in the gradients).
 
-        As in stock Megatron the norm is computed even where nothing is clipped.
+        As in stock Megatron the norm is computed even if nothing is clipped.
         """
         self.grad_norms_by_group = {}
         with profiler_range("optimizer"):
@@ -193,7 +195,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _is_clipped(self, grad_norm: float) -> bool:
-        """Whether gradients are scaled down, as by Megatron's clip_grad_by_total_norm_fp32."""
+        """Return whether Megatron's clip_grad_by_total_norm_fp32 scales gradients down."""
         limit = self.config.clip_grad
         return limit > 0.0 and limit / (grad_norm + 1.0e-6) < 1.0
 
@@ -224,20 +226,15 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     # ---- asleep
 
     def sleep(self, level: int = 1) -> None:
-        """Between two steps: free memory of the device for something else, a rollout say; see
-        ShardedModel.sleep. A checkpoint can be saved meanwhile. Collective.
+        """Free device memory between two steps, as ShardedModel.sleep does. Collective.
 
-        level: 1 for gradients and optimizer states, 2 for the parameter shards of the model too.
-
-        Raises ConfigurationError within a step, and where it sleeps already.
+        A checkpoint can be saved meanwhile. level 1 frees gradients and optimizer states, 2
+        parameter shards too. Raises ConfigurationError within a step and while asleep.
         """
         self._sleeper.sleep(level)
 
     def wake(self) -> None:
-        """Bring back what `sleep` took from the device. Collective.
-
-        Raises ConfigurationError where it does not sleep.
-        """
+        """Bring back what `sleep` took. Collective. Raises ConfigurationError if awake."""
         self._sleeper.wake()
 
     def _state_for_sleep(self) -> Any:
@@ -268,9 +265,10 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         return self._checkpoint.sharded_state_dict(is_loading, metadata, records)
 
     def _init_state(self) -> None:
-        """Make what a first step would find, where there was none: to be read into, or to be
-        written where fp16 has skipped all steps so far. (Megatron makes no momentum for SGD and no
-        count of steps for torch's Adam.)"""
+        """Create the states that a first step would, for a load or for a save before any update.
+
+        Megatron makes no momentum for SGD and no step count for torch's Adam.
+        """
         on_host = nullcontext() if self._host_states is None else self._host_states.making_states()
         with on_host:
             if self.init_state_fn is not None:
@@ -286,14 +284,14 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
     @override
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over what was read into the last `sharded_state_dict`."""
+        """Load what was read into the last `sharded_state_dict`."""
         self._checkpoint.load_state_dict(state_dict)
         first, records = self.model_chunks[0], self._checkpoint.grad_records_in(state_dict)
         first.communication.expect_grads(records, first.pp_group)
         self._use_fused_steps()
 
     def _use_fused_steps(self) -> None:
-        """torch's Adam has a fused kernel on every device we know; TE's and apex's always are."""
+        """Use the fused kernel of torch's Adam; TE's and apex's always are."""
         for optimizer in self._optimizers:
             if type(optimizer) in TORCHS_ADAM:
                 for group in optimizer.param_groups:
@@ -303,7 +301,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 class JoinedOptimizers:
     """Optimizers of different parameters as one, with one state and all parameter groups.
 
-    From now on the parts share the state, whose keys are parameters.
+    The parts share the state from now on; its keys are parameters.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
@@ -314,21 +312,17 @@ class JoinedOptimizers:
             part.state = self.state
 
     def step(self) -> None:
+        """Step each optimizer."""
         for part in self._parts:
             part.step()
 
 
 class ShardedParameters:
-    """This rank's fragments of the main parameters, as parameters of an inner optimizer.
-
-    by_model_param: model parameter -> its 1-D fp32 fragment (a view of main_param with the
-        attributes norms and groups look at), for those of which this rank owns at least one
-        element.
-    places: fragment -> where it comes from.
-    by_unit: the fragments of each trained unit.
-    """
+    """This rank's fragments of the main parameters, as parameters of an inner optimizer."""
 
     def __init__(self, model_chunks: Sequence[AsyncHZPDataParallel]):
+        # The fragment of each model parameter that this rank owns a part of: 1-D fp32, a view of
+        # main_param, with the attributes that norms and parameter groups read.
         self.by_model_param: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._counted: set[torch.nn.Parameter] = set()
@@ -356,7 +350,7 @@ class ShardedParameters:
                 self._counted.add(fragment)
 
     def attach_grads(self) -> None:
-        """Make every fragment's gradient the view of its place in main_grad: nothing is copied."""
+        """Make each fragment's gradient a view of its place in main_grad, without a copy."""
         for fragment, grad in self._grads.items():
             give_grad(fragment, grad)
 
@@ -373,7 +367,7 @@ class ShardedParameters:
         return dtypes == {torch.bfloat16}
 
     def counted(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Return the ones of `params` that count in sums over the world: the first replica's."""
+        """Return those of `params` that count in sums over the world: the first replica's."""
         return [param for param in params if param in self._counted]
 
 
@@ -401,9 +395,9 @@ def get_asynchzp_optimizer(
     pg_collection: ProcessGroupCollection | None = None,
     moments: MomentDtypes = MomentDtypes(),
 ) -> AsyncHZPOptimizer:
-    """Build the optimizer of wrapped model chunks, with Megatron's parameter groups. Collective.
+    """Build the optimizer of wrapped chunks, with Megatron's parameter groups. Collective.
 
-    moments: in what Adam stores its moments.
+    moments are the dtypes in which Adam stores its moments.
     """
     if config_overrides is None:
         config_overrides = get_standard_config_overrides(config)

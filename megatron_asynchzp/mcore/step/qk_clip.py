@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Clips the scores of attention (--qk-clip) on shards: each rank scales the rows of projections
-that it holds by the factor of their head. Nothing is gathered.
+"""Clips the scores of attention (--qk-clip) on shards, without a gather.
+
+Each rank scales the rows of projections that it holds by the factor of their head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,10 +65,9 @@ def clip_scores(
 def _largest_scores(
     chunks: Sequence[nn.Module], device: torch.device
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each attention with the largest score of each of its heads, fp32, over the ranks with
-    the same heads. Collective over them.
+    """Yield each attention with its heads' largest scores (fp32) over all ranks. Collective.
 
-    A rank without a micro-batch has no scores. It takes part all the same: the others wait for it,
+    A rank without a micro-batch has no scores and takes part all the same: the others wait for it,
     and it holds a part of the rows that they clip.
     """
     attentions = list(_attentions(chunks))

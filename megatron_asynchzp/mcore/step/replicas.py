@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the comparison of replicas: whether all ranks that hold the same range of a state hold the
-same bits of it (--check-weight-hash-across-dp-replicas-interval)."""
+"""Compares bits of replicas (--check-weight-hash-across-dp-replicas-interval)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks hold different bits of the same; the message is a line for the user."""
+    """Raised when replicas of a state differ; the message is a line for the user."""
 
 
 @torch.no_grad()
@@ -27,14 +26,18 @@ def compare_replicas(
     moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]],
     step: int,
 ) -> None:
-    """Compare parameter shards, main parameters and the optimizer's moments. Collective over the
-    world, between two steps; sends 16 bytes per state and unit between the ranks that hold the
-    same, and reads each state once where it is.
+    """Compare parameter shards, main parameters and the moments. Collective over the world.
 
-    moments_of: a trained unit's, each 1-D, in an order of their own.
-    step: the last one, for the message.
+    Called between two steps. Replicas exchange 16 bytes per state and unit, and read each state
+    once on the device where it is.
 
-    Raises ReplicasDiffer on all ranks, with one message, where any of them differ.
+    Args:
+        runtimes: The engines of this rank.
+        moments_of: Returns the moments of a trained unit, each 1-D, in a fixed order.
+        step: The last step, for the message.
+
+    Raises:
+        ReplicasDiffer: Any ranks differ; raised on all ranks with one message.
     """
     found: list[str] = []
     for runtime in runtimes:
@@ -70,7 +73,7 @@ def _differing(
     states_of: Callable[[HZPUnit], Iterable[torch.Tensor]],
     axes: Sequence[AxisGroup],
 ) -> list[str]:
-    """A text for each unit whose states are not the same on all ranks along `axes`."""
+    """Describe each unit whose states differ between ranks along `axes`."""
     if not units or not axes:
         return []
     device = units[0].device
@@ -92,7 +95,7 @@ def _differing(
 
 
 def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
-    """Name the ranks that are unlike the most, where most are alike; else all of them."""
+    """Name the ranks that differ from the majority, or all of them if there is none."""
     (usual, count), *others = Counter(hashes).most_common()
     if count > max(other for _, other in others):
         odd = sorted(rank for rank, one in zip(ranks, hashes) if one != usual)

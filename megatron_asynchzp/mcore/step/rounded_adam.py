@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns Adam whose moments, or the gradients it reads, are in bf16: Transformer Engine's fused one
-where it is installed, else the same arithmetic from torch.
+"""Adam with moments or gradients in bf16: Transformer Engine's fused one, or torch's.
 
-A step computes in fp32 and rounds the new moments once, to nearest, when it stores them; the
-parameter is updated from the moments before they are rounded.
+A step computes in fp32, updates the parameter, and rounds the new moments once, to nearest, when it
+stores them.
 """
 
 import inspect
@@ -24,8 +23,9 @@ _CHUNK = 1 << 20
 
 
 class RoundedAdam(torch.optim.AdamW):
-    """torch's fused Adam, or AdamW, with moments in `moments`. Takes the parameter groups and the
-    hyperparameters of torch.optim.AdamW; parameters are fp32, gradients (given_grad) need not be.
+    """torch's fused Adam, or AdamW, with moments in the dtypes `moments`.
+
+    Parameters are fp32; gradients (given_grad) need not be.
     """
 
     is_elementwise = True
@@ -35,7 +35,7 @@ class RoundedAdam(torch.optim.AdamW):
         self._moments, self._is_decoupled = moments, is_decoupled
 
     def initialize_state(self, param: torch.Tensor) -> None:
-        """Moments of zero for one parameter, as Transformer Engine's Adam offers it."""
+        """Set the moments of one parameter to zero, as Transformer Engine's Adam does."""
         self.state[param] = {
             "step": torch.tensor(0.0, device=param.device),
             "exp_avg": torch.zeros_like(param, dtype=self._moments.exp_avg),
@@ -44,6 +44,7 @@ class RoundedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter with a gradient."""
         if closure is not None:
             raise NotImplementedError("RoundedAdam takes no closure")
         for group in self.param_groups:
@@ -89,9 +90,11 @@ def build_rounded_adam(
     moments: MomentDtypes,
     reads_bf16: bool = False,
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """Adam over `param_groups`, and the function with which Megatron makes its states before it
-    loads them. reads_bf16: gradients are in bf16. Raises ConfigurationError, one line, for a fused
-    Adam with fp32 moments only."""
+    """Build Adam over `param_groups`, and the function that creates its states for a load.
+
+    reads_bf16 says that gradients are in bf16. Raises ConfigurationError for a fused Adam that has
+    fp32 moments only.
+    """
     common: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,

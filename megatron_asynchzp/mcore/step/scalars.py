@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes to TensorBoard and Weights & Biases, through the writers that Megatron has
-opened on its last rank (--tensorboard-dir, --wandb-project), whenever it logs a step.
-"""
+"""Scalars for TensorBoard and Weights & Biases, written by Megatron's writers at each log line."""
 
 from megatron_asynchzp.comm.report import CommReport
 from megatron_asynchzp.mcore.run.settings import Run
@@ -26,7 +24,7 @@ def write_scalars(communication: Communication, report: CommReport) -> None:
 
 
 def scalars_of(communication: Communication, report: CommReport) -> dict[str, float]:
-    """Tags and values of one log line, without what was not timed; bytes are of this rank."""
+    """Return tags and values of one log line, without untimed ones; bytes are of this rank."""
     timed = {
         "asynchzp/exposed-communication-ms": report.exposed_ms,
         "asynchzp/overlap-percent": report.overlap_percent,
@@ -45,7 +43,7 @@ def scalars_of(communication: Communication, report: CommReport) -> dict[str, fl
 
 
 def nbytes_at_rest(communication: Communication) -> int:
-    """Bytes of this rank's shards, the moments of the optimizer included."""
+    """Return the bytes of this rank's shards and moments."""
     from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_allocated
 
     units = [unit for runtime in communication.runtimes for unit in runtime.units]

@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a model chunk where Megatron runs the backward of one micro-batch beside the forward
-of the next (--overlap-moe-expert-parallel-comm): which parameters each part needs, and where weight
-gradients are that come late."""
+"""Parts of a model chunk under --overlap-moe-expert-parallel-comm.
+
+Megatron runs the backward of one micro-batch together with the forward of the next. Owned here are
+the parameters that each part needs, and weight gradients that come late.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,10 +51,12 @@ _Params = list[nn.Parameter]
 
 
 def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params, _Params]]:
-    """Each node of a schedule plan that computes with parameters; these; those that another stream
-    computes with later in its layer: gradients are complete on the stream that computes, which the
-    autograd engine lets wait for the other one; and those with which its backward computes again
-    what an earlier node has made."""
+    """Yield each node that computes with parameters, and three lists of parameters.
+
+    They are those it computes with; those that another stream computes with later in its layer,
+    whose gradients are complete on the compute stream, for which autograd waits; and those with
+    which its backward recomputes the output of an earlier node.
+    """
     embedding = _params(getattr(model, "embedding", None))
     final_norm = _params(model.decoder.final_layernorm)
     if model.pre_process:
@@ -119,8 +123,10 @@ class _Completion:
 
 @contextmanager
 def keeping_late_grads(modules: Iterable[Any], kept: set[nn.Parameter]) -> Iterator[None]:
-    """Around the capture of graphs. One of weight gradients that come late is given to no parameter
-    by a replay: it is copied to main_grad within the graph. kept: gets their parameters."""
+    """Around the capture of graphs, copy late weight gradients to main_grad within the graph.
+
+    A replay gives them to no parameter. `kept` gets their parameters.
+    """
     late = [module for module in modules if getattr(module, "need_backward_dw", bool)()]
     for module in late:
         module.backward_dw = partial(_compute_and_keep, module, module.backward_dw, kept)

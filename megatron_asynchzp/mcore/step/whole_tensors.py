@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron asks of whole parameters and gradients, answered from the shards: the norm of all
-parameters, and dumps of whole tensors.
-"""
+"""Norms and dumps of whole parameters and gradients, made from the shards."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,11 +18,10 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 @torch.no_grad()
 def norm_of_params(runtimes: Sequence[HZPRuntime], in_model_dtype: bool) -> float:
-    """The 2-norm of all parameters of the model, each element counted once. Collective over the
-    world; nothing is gathered.
+    """Return the 2-norm of all parameters, without a gather. Collective over the world.
 
-    in_model_dtype: of the parameters as they compute, and not of the fp32 main parameters. Left
-    out is what Megatron leaves out: copies of tied weights and of tensor-parallel parameters.
+    in_model_dtype chooses model parameters over fp32 main parameters. As in Megatron, copies of
+    tied and of tensor-parallel parameters count once.
     """
     tp_group = parallel_state.get_tensor_model_parallel_group()
     expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
@@ -58,9 +55,9 @@ def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter of a model chunk, whole, with its name; one unit in memory at a time.
+    """Yield each parameter of a chunk whole, with its name; one unit in memory at a time.
 
-    Collective over every sharding group; between two steps.
+    Collective over every sharding group, between two steps.
     """
     runtime.settle()
     for unit in runtime.units:
@@ -69,8 +66,11 @@ def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def whole_unit(unit: HZPUnit) -> torch.Tensor:
-    """The parameters of a unit (1-D, padded_numel), in memory of their own. Collective over the
-    ranks that share one copy of its parameters; between two steps, while nothing is in flight."""
+    """Return a unit's parameters (1-D, padded_numel) in new memory.
+
+    Collective over the ranks that share one copy of them; between two steps, with nothing in
+    flight.
+    """
     full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
     run_steps(unit.gather_steps(full))
     return full
@@ -78,8 +78,10 @@ def whole_unit(unit: HZPUnit) -> torch.Tensor:
 
 @torch.no_grad()
 def whole_marks(unit: HZPUnit, mark: str) -> torch.Tensor | None:
-    """Which elements of a unit may have changed since `mark`: packed bits (1-D, see Marks), None
-    where all count. Collective over the ranks that share one copy of its optimizer state."""
+    """Return packed bits of the elements changed since `mark` (1-D, see Marks), None for all.
+
+    Collective over the ranks that share one copy of the optimizer state.
+    """
     bits = unit.marks.bits.get(mark)
     if bits is None:
         return None
@@ -90,7 +92,7 @@ def whole_marks(unit: HZPUnit, mark: str) -> torch.Tensor | None:
 
 @torch.no_grad()
 def whole_grads(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each gradient of a model chunk after its last reduction, as `whole_params`."""
+    """Yield each gradient of a chunk after its last reduction, as `whole_params`."""
     runtime.settle()
     for unit in runtime.units:
         if unit.is_trained:

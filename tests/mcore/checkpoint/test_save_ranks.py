@@ -186,7 +186,7 @@ def spread_rank_numbers() -> list[list[float]]:
     own = torch.full((3,), float(dist.get_rank()))
     states = [own.clone(), own.clone().as_subclass(OnHost)]
     unit = SimpleNamespace(device=torch.device("cpu"), groups=shard_groups((1, 1, 2)))
-    save_ranks.spread(unit, states)  # pyright: ignore[reportArgumentType]
+    save_ranks.broadcast_to_replicas(unit, states)  # pyright: ignore[reportArgumentType]
     return [state.tolist() for state in states]
 
 
