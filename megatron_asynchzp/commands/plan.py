@@ -22,7 +22,7 @@ from megatron_asynchzp.errors import ConfigurationError, OneLineParser, no_file_
 from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
-from megatron_asynchzp.planner.activations import Recompute, Setting
+from megatron_asynchzp.planner.activations import Recompute, RunShape
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 from megatron_asynchzp.planner.search import Outcome, Progress
@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return asked, command
 
 
-def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
+def space_of(setting: RunShape, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
     """Return the space of plans for the model of `args`, Megatron's validated arguments."""
     from megatron_asynchzp.mcore.run import planned
 
@@ -81,7 +81,7 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
     return planned.space_of(args, cluster, setting, **free)
 
 
-def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
+def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[RunShape, Namespace]:
     """Return the model of a training command in a pretended world of the cluster's ranks.
 
     Raises ConfigurationError for a command that Megatron or --use-asynchzp refuses.

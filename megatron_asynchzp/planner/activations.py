@@ -68,7 +68,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunShape:
     """The inputs of the formulas for bytes."""
 
     model: Model
@@ -116,7 +116,7 @@ class Setting:
         return self.outside * self.model.hidden * self.model.itemsize
 
 
-def norm_nbytes(width: float, tokens: float, setting: Setting) -> float:
+def norm_nbytes(width: float, tokens: float, setting: RunShape) -> float:
     """Return a norm's bytes without its output, which the next projection keeps. torch's RMSNorm
     computes in fp32 and keeps its input and, for its weight's gradient, the normalized input in
     it; LayerNorm keeps its input and two numbers a token."""
@@ -130,7 +130,7 @@ def norm_nbytes(width: float, tokens: float, setting: Setting) -> float:
     )
 
 
-def _rope_nbytes(rotated: float, setting: Setting) -> float:
+def _rope_nbytes(rotated: float, setting: RunShape) -> float:
     """Return the bytes of sine and cosine, once for queries and once for keys."""
     if not setting.kernels.has_rope or setting.kernels.is_fused:
         return 0.0
@@ -141,7 +141,7 @@ def _rope_nbytes(rotated: float, setting: Setting) -> float:
 
 
 def _core_nbytes(
-    heads: float, queries: float, values: float, kept: float, setting: Setting
+    heads: float, queries: float, values: float, kept: float, setting: RunShape
 ) -> float:
     """Return the bytes that core attention keeps. queries, values: channels of all heads of a rank;
     kept: channels of queries, keys and values as projected, some kept by the core as they are."""
@@ -159,7 +159,7 @@ def _core_nbytes(
             return token_nbytes * kept + _scores_nbytes(heads, setting)
 
 
-def _scores_nbytes(heads: float, setting: Setting) -> float:
+def _scores_nbytes(heads: float, setting: RunShape) -> float:
     """The softmax, once in the dtype it was computed in and once for the product with the values
     where that differs; the dropped softmax and its mask; which keys are hidden."""
     size, per_pair = setting.model.itemsize, float(setting.model.itemsize)
@@ -170,7 +170,7 @@ def _scores_nbytes(heads: float, setting: Setting) -> float:
     return setting.pairs * heads * per_pair + setting.batch.seq_length**2
 
 
-def _attention_nbytes(part: Attention, setting: Setting) -> float:
+def _attention_nbytes(part: Attention, setting: RunShape) -> float:
     tp, size = setting.parallel.tp, setting.model.itemsize
     width = part.num_heads * part.head_dim / tp
     kv = part.num_groups * part.head_dim / tp
@@ -200,7 +200,7 @@ def _attention_nbytes(part: Attention, setting: Setting) -> float:
     return nbytes + _rope_nbytes(part.head_dim, setting)
 
 
-def _latent_nbytes(part: LatentAttention, setting: Setting) -> float:
+def _latent_nbytes(part: LatentAttention, setting: RunShape) -> float:
     tp, size = setting.parallel.tp, setting.model.itemsize
     heads = part.num_heads / tp
     queries, values = heads * (part.qk_dim + part.rope_dim), heads * part.v_dim
@@ -219,7 +219,7 @@ def _latent_nbytes(part: LatentAttention, setting: Setting) -> float:
     return nbytes + _rope_nbytes(part.rope_dim, setting)
 
 
-def _mamba_nbytes(part: Mamba, setting: Setting) -> float:
+def _mamba_nbytes(part: Mamba, setting: RunShape) -> float:
     """The input of each projection, what the first one made, and the convolution's output; the
     fused scan computes the rest again."""
     tp, size = setting.parallel.tp, setting.model.itemsize
@@ -235,7 +235,7 @@ def _mamba_nbytes(part: Mamba, setting: Setting) -> float:
 
 
 def _activation_nbytes(
-    rows: float, ffn: float, is_gated: bool, is_weighted: bool, setting: Setting
+    rows: float, ffn: float, is_gated: bool, is_weighted: bool, setting: RunShape
 ):
     """Return bytes between two projections of `rows` tokens. is_weighted: times a router's weight.
 
@@ -251,7 +251,7 @@ def _activation_nbytes(
     return rows * ffn * kept * setting.model.itemsize
 
 
-def _mlp_nbytes(part: Mlp, setting: Setting) -> float:
+def _mlp_nbytes(part: Mlp, setting: RunShape) -> float:
     own, ffn = setting.outside * setting.model.hidden, part.ffn / setting.parallel.tp
     if setting.recompute.has("mlp"):
         return own * setting.model.itemsize
@@ -260,7 +260,7 @@ def _mlp_nbytes(part: Mlp, setting: Setting) -> float:
     return own * setting.input_nbytes + made - setting.tokens * ffn * less
 
 
-def _experts_nbytes(part: Experts, setting: Setting) -> float:
+def _experts_nbytes(part: Experts, setting: RunShape) -> float:
     """Return the bytes of balanced experts: every rank computes as many tokens as it sends."""
     size, hidden = setting.model.itemsize, setting.model.hidden
     own = setting.outside * hidden * size
@@ -287,7 +287,7 @@ def _experts_nbytes(part: Experts, setting: Setting) -> float:
 # ---- adapters
 
 
-def _adapters_nbytes(layer: Layer, setting: Setting) -> float:
+def _adapters_nbytes(layer: Layer, setting: RunShape) -> float:
     """Return the bytes that a layer of frozen projections keeps more, or less: an adapter keeps its
     projection's input and what lies between its own two; a projection without one keeps nothing."""
     adapters, parallel = setting.model.adapters, setting.parallel
@@ -308,7 +308,7 @@ def _adapters_nbytes(layer: Layer, setting: Setting) -> float:
 # ---- a layer
 
 
-def layer_nbytes(layer: Layer, setting: Setting) -> float:
+def layer_nbytes(layer: Layer, setting: RunShape) -> float:
     """Bytes that one layer keeps for backward where it is not computed again as a whole.
 
     The hidden states that enter it are counted where a norm keeps them.
@@ -336,7 +336,7 @@ def layer_nbytes(layer: Layer, setting: Setting) -> float:
     return nbytes + _adapters_nbytes(layer, setting)
 
 
-def gradient_nbytes(layer: Layer, setting: Setting) -> float:
+def gradient_nbytes(layer: Layer, setting: RunShape) -> float:
     """Gradients of activations that live at once at most in the backward pass of one layer: those
     between the projections of its MLP, and quantised copies, or of the pairs of its core attention.
     Beside an adapter the second projection's input has two gradients, until they are added."""
@@ -353,19 +353,19 @@ def gradient_nbytes(layer: Layer, setting: Setting) -> float:
     return rows * ffn * size + 2 * setting.hidden_nbytes
 
 
-def loss_nbytes(setting: Setting) -> float:
+def loss_nbytes(setting: RunShape) -> float:
     """Return the logits' bytes at most, with Megatron's cross entropy over tensor-parallel ranks:
     their own and those of an fp32 copy, from which the gradient is made in place."""
     per_logit = _FP32 + (setting.model.itemsize if setting.model.itemsize != _FP32 else 0)
     return setting.tokens * setting.model.vocabulary / setting.parallel.tp * per_logit
 
 
-def final_norm_nbytes(setting: Setting) -> float:
+def final_norm_nbytes(setting: RunShape) -> float:
     """The last norm and its output, which the logits' projection keeps."""
     return norm_nbytes(setting.model.hidden, setting.outside, setting) + setting.hidden_nbytes
 
 
-def buffer_nbytes(layer: Layer, setting: Setting) -> float:
+def buffer_nbytes(layer: Layer, setting: RunShape) -> float:
     """Megatron's own attention writes its scores to one buffer, which all layers share."""
     if not isinstance(layer.mixer, (Attention, LatentAttention)):
         return 0.0

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the files that describe clusters: a field for each of a Cluster's, a table for each part."""
+"""Reads and writes the files that describe clusters, with the fields of Cluster and its parts."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.goodput import Failures
 
 FOLDER = Path(__file__).parent / "clusters"
-# Numbers that are above 0; all others may be 0.
+# These numbers must be above 0; others may be 0.
 _ABOVE_0 = (
     "tflops", "memory_gib", "memory_gb_s", "efficiency", "gb_s", "mtbf_hours", "copy_gb_s",
     "save_gb_s",
@@ -26,9 +26,10 @@ _CURVE = "is not a list of [bytes, part] with ascending bytes above 0, parts in 
 
 
 def load_cluster(name_or_file: str) -> Cluster:
-    """Load one of `cluster_names`, in any case, or a file.
+    """Return a cluster by its name, in any case, or its file.
 
-    Raises ConfigurationError for a file that describes no cluster.
+    Raises:
+        ConfigurationError: The file describes no cluster.
     """
     path, names = Path(name_or_file), cluster_names()
     name = name_or_file if path.is_file() else name_or_file.lower()
@@ -54,7 +55,7 @@ def cluster_names() -> list[str]:
 
 
 def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
-    """entries: the parsed file. Raises ConfigurationError naming `file` and the field."""
+    """Return the cluster of a parsed file, or raise ConfigurationError with file and field."""
     cluster = _read(Cluster, {"name": Path(file).stem, **entries}, f"{file}: ")
     if cluster.device.reserved_gib >= cluster.device.memory_gib:
         raise ConfigurationError(f"{file}: device.reserved_gib: leaves nothing of memory_gib")
@@ -62,7 +63,7 @@ def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
 
 
 def _read(kind: type, entries: Any, where: str) -> Any:
-    """where: before the name of a field, in messages."""
+    """Return a `kind` of these entries; messages have `where` before the name of a field."""
     if not isinstance(entries, dict):
         raise ConfigurationError(f"{where.rstrip('.')}: is not a table")
     known = {each.name: each for each in fields(kind)}
@@ -91,7 +92,7 @@ def _value(name: str, kind: Any, value: Any, where: str) -> Any:
         low, high = "above 0" if name in _ABOVE_0 else "of at least 0", math.inf
         if name == "efficiency":
             low, high = f"{low} and at most 1", 1.0
-        number = math.nan  # of what is none
+        number = math.nan  # if `value` is no number
         if isinstance(value, int | float) and not isinstance(value, bool):
             number = float(value)
         is_low = number < 0 or (name in _ABOVE_0 and number == 0)
@@ -102,22 +103,22 @@ def _value(name: str, kind: Any, value: Any, where: str) -> Any:
 
 
 def _curve(pairs: Any, where: str) -> tuple[tuple[float, float], ...]:
-    found: list[tuple[float, float]] = []
+    curve: list[tuple[float, float]] = []
     try:
         for nbytes, part in pairs:
-            ascends = nbytes > (found[-1][0] if found else 0)
+            ascends = nbytes > (curve[-1][0] if curve else 0)
             if not (ascends and 0 < part <= 1 and math.isfinite(nbytes)):
                 raise ValueError
-            found.append((float(nbytes), float(part)))
+            curve.append((float(nbytes), float(part)))
     except (TypeError, ValueError):
-        found = []
-    if not found:
+        curve = []
+    if not curve:
         raise ConfigurationError(f"{where}: {_CURVE}")
-    return tuple(found)
+    return tuple(curve)
 
 
 def cluster_toml(cluster: Cluster) -> str:
-    """The file that `read_cluster` makes `cluster` of."""
+    """Return the text of a file of which `read_cluster` makes `cluster`."""
     lines = []
     for each in fields(Cluster):
         value = getattr(cluster, each.name)

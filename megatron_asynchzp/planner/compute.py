@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how long a rank computes with a unit, with what tensor, context and expert parallelism send
-meanwhile, and how long a stage takes to hand a micro-batch on.
-"""
+"""Time that a rank computes with a unit, and of the collectives of model parallelism meanwhile."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,19 +18,18 @@ _COMPUTED_AGAIN = ("layer", "experts", "adapters", "mtp")
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of model parallelism, or several: for how many seconds computation waits for it,
-    and `link` is busy."""
+    """Collectives of model parallelism."""
 
-    what: str
+    name: str  # of their kind, for users
     link: str
-    waited_s: float
-    busy_s: float
+    waited_s: float  # computation waits for them
+    busy_s: float  # `link` is in use
 
     @classmethod
-    def of(cls, what: str, ring: Ring, cost: Cost, times: int = 1) -> "Sent":
-        """Return `times` collectives in a row, none beside computation."""
+    def of(cls, name: str, ring: Ring, cost: Cost, times: int = 1) -> "Sent":
+        """Return `times` collectives in a row, which do not overlap with computation."""
         link = BETWEEN if ring.crosses_nodes else INSIDE
-        return cls(what, link, times * cost.alone_s, times * cost.busy_s)
+        return cls(name, link, times * cost.alone_s, times * cost.busy_s)
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,14 @@ class ComputeTimes:
     cluster: Cluster
 
     def of_unit(self, unit: Unit) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's forward and backward on the slowest rank, with what
-        model parallelism sends in between."""
+        """Return the seconds of a micro-batch's forward and backward on the slowest rank.
+
+        They include the collectives of model parallelism.
+        """
         cluster, recompute = self.cluster, self.recompute
         launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
         forward_s = (self._busy_s(unit, unit.flops) + launch_s) * cluster.slowest
-        sent_s, again = sum(one.waited_s for one in self.sent_of(unit)), 0.0
+        sent_s, again = sum(sent.waited_s for sent in self.sent_of(unit)), 0.0
         if unit.kind in _COMPUTED_AGAIN:
             if recompute.granularity == "full":
                 again = self._share_computed_again * (forward_s + sent_s)
@@ -62,8 +61,10 @@ class ComputeTimes:
         return forward_s + sent_s, backward_s + sent_s + again
 
     def backward_flops(self, unit: Unit) -> float:
-        """Return a micro-batch's backward FLOPs, without recomputation: gradients of inputs, and of
-        weights where there are any. The scores of attention have no weights."""
+        """Return the FLOPs of a micro-batch's backward, without recomputation.
+
+        Frozen layers compute gradients of inputs alone; the scores of attention have no weights.
+        """
         if unit.is_trained:
             return 2 * unit.flops
         return unit.flops + self._core_attention_flops(unit)
@@ -77,7 +78,7 @@ class ComputeTimes:
 
     @cached_property
     def _share_computed_again(self) -> float:
-        """Share of the layers that backward computes again, under full recomputation."""
+        """Share of the layers that backward computes again, with full recomputation."""
         recompute, parallel = self.recompute, self.parallel
         if recompute.method == "uniform":
             return 1.0
@@ -97,44 +98,48 @@ class ComputeTimes:
         return pairs * batch.size / 2
 
     def sent_of(self, unit: Unit) -> list[Sent]:
-        """Return what tensor, context and expert parallelism send in a forward of `unit`, and again
-        in its backward; overlap is assumed for context parallelism alone."""
+        """Return the collectives of model parallelism in a forward of `unit`, and in its backward.
+
+        Only those of context parallelism overlap with computation.
+        """
         model, cluster = self.model, self.cluster
         parallel, layer = self.parallel, unit.source
         hidden_nbytes = self.batch.tokens / parallel.cp * model.hidden * model.itemsize
         per_node = cluster.ranks_per_domain
-        found: list[Sent] = []
+        collectives: list[Sent] = []
         if layer is not None and unit.kind == "experts" and isinstance(layer.mlp, shapes.Experts):
             ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
             cost = ring.exchange(layer.mlp.topk * hidden_nbytes / parallel.tp, cluster)
-            found.append(Sent.of("the experts' all-to-all", ring, cost, 2))
+            collectives.append(Sent.of("the experts' all-to-all", ring, cost, 2))
         elif unit.kind in ("layer", "mtp") and layer is not None:
             parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
             ring = Ring.of_axis(parallel.tp, 1, per_node)
             cost = ring.turn(hidden_nbytes, cluster)
-            found.append(Sent.of("tensor-parallel collectives", ring, cost, 2 * parts))
+            collectives.append(Sent.of("tensor-parallel collectives", ring, cost, 2 * parts))
             ring = Ring.of_axis(parallel.cp, parallel.tp, per_node)
             cost = ring.turn(self._key_value_nbytes(layer), cluster)
             keys = Sent.of("context-parallel keys and values", ring, cost)
             hidden_s = self._busy_s(unit, unit.flops)
-            found.append(replace(keys, waited_s=max(0.0, keys.waited_s - hidden_s)))
-        return found
+            collectives.append(replace(keys, waited_s=max(0.0, keys.waited_s - hidden_s)))
+        return collectives
 
     def sent_in(self, units: Iterable[Unit]) -> dict[tuple[str, str], tuple[float, float]]:
-        """Return, by name and link, how long a micro-batch in `units` waits for it, forward and
-        backward, and how long the link is busy, in seconds."""
+        """Return the seconds for which a micro-batch waits, and a link is in use, by name and link.
+
+        They are those of forward and backward of `units`.
+        """
         total = defaultdict[tuple[str, str], tuple[float, float]](lambda: (0.0, 0.0))
         for unit in units:
             is_again = self.recompute.granularity == "full" and unit.kind in _COMPUTED_AGAIN
             passes = 2 + is_again * self._share_computed_again
-            for one in self.sent_of(unit):
-                waited, busy = total[one.what, one.link]
-                more = passes * one.waited_s, passes * one.busy_s
-                total[one.what, one.link] = waited + more[0], busy + more[1]
+            for sent in self.sent_of(unit):
+                waited, busy = total[sent.name, sent.link]
+                more = passes * sent.waited_s, passes * sent.busy_s
+                total[sent.name, sent.link] = waited + more[0], busy + more[1]
         return dict(total)
 
     def _key_value_nbytes(self, layer: shapes.Layer) -> float:
-        """Return the bytes of whole sequences' keys and values, on a tensor-parallel rank."""
+        """Return the bytes of keys and values of whole sequences on a tensor-parallel rank."""
         match layer.mixer:
             case shapes.Attention(num_groups=groups, head_dim=width):
                 elements = 2 * groups * width

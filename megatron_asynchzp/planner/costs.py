@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how long a step of a plan takes on a cluster: from units to the stages that the simulation
-runs, to a step's time, and to its traffic.
-"""
+"""Time and traffic of a step of a plan on a cluster: from units to simulated stages to a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megatron_asynchzp.planner.compute import ComputeTimes
-from megatron_asynchzp.planner.held import IN_FP8, Held
+from megatron_asynchzp.planner.held import IN_FP8, RankBytes
 from megatron_asynchzp.planner.model import Unit
 from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases
@@ -33,20 +31,21 @@ from megatron_asynchzp.planner.traffic import (
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes
 
-# Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
-# update), main parameter and both moments read and written, the model's copy written.
+# Bytes that the optimizer's kernels move for an element: gradient twice (norm, update), main
+# parameter and both moments read and written, the model's copy written.
 _OPTIMIZER_NBYTES = 8 + 3 * 8 + 2
-_ZEROED_NBYTES = 4  # for each element of the gradient shard
-_FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapolated
+_ZEROED_NBYTES = 4  # for an element of the gradient shard
+_FOLDED = 3, 4  # micro-batches of each stage, from which longer steps are extrapolated
 
 
 @dataclass(frozen=True)
-class Costing(Held):
-    """A plan for a model on a cluster, in bytes and seconds."""
+class Costing(RankBytes):
+    """Bytes and seconds of a plan for a model on a cluster."""
 
     # ---- stages
 
     def order_unit(self, unit: Unit, is_tied: bool) -> OrderUnit:
+        """Return the properties of a unit on which the order of a step depends."""
         sizes = self.groups[unit.group].sizes
         if unit.numel == 0:  # the output layer with the embedding's weight
             nothing = UnitInFlight(unit.name, 0, 0, 0, 1)
@@ -67,6 +66,7 @@ class Costing(Held):
         )
 
     def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:
+        """Return the actions of a step on a rank of `stage`."""
         units = self.units[stage]
         is_tied = any(unit.kind == "output" and unit.numel == 0 for unit in units)
         order_units = [self.order_unit(unit, is_tied) for unit in units]
@@ -75,11 +75,13 @@ class Costing(Held):
         return StepOrder(order_units, visits, phases, self.plan.schedule, self.plan.overlaps_params)
 
     def phases(self, stage: int, micro_batches: int) -> list[Phase]:
+        """Return the phases of a step on a rank of `stage`."""
         parallel = self.plan.parallel
         return stage_phases(stage, parallel.pp, parallel.virtual, micro_batches)
 
     @cached_property
     def compute(self) -> ComputeTimes:
+        """Times of computation."""
         plan = self.plan
         return ComputeTimes(self.model, plan.parallel, plan.batch, plan.recompute, self.cluster)
 
@@ -93,17 +95,17 @@ class Costing(Held):
         return UnitCost(unit.name, forward_s, backward_s, *lanes)
 
     def with_sizes(self, sizes: ShardSizes) -> "Costing":
-        """Return the same plan's costing with other sizes. It shares nothing that was computed."""
+        """Return the costing of the same plan with other sizes, without a shared cache."""
         return replace(self, plan=replace(self.plan, sizes=sizes), known={})
 
     def work(self, kind: int, unit: Unit) -> list[Transfer]:
-        """Return the transfers of one operation on `unit`, one after the other."""
+        """Return the transfers of an operation on `unit`, in their order."""
         if unit.numel == 0:
             return []
         return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
 
     def collectives(self, kind: int, unit: Unit) -> list[Collective]:
-        """Return the collectives of one operation on `unit`, in their order."""
+        """Return the collectives of an operation on `unit`, in their order."""
         sends_codes = self.plan.wire.gathers_codes and unit.kind in IN_FP8
         in_codes = unit.matrix_numel if sends_codes else 0
         group = self.groups[unit.group]
@@ -139,21 +141,21 @@ class Costing(Held):
         return {}
 
     def stages(self, micro_batches: int) -> list[Stage]:
-        """Return the pipeline stages of a step with so many micro-batches."""
+        """Return the pipeline stages of a step."""
         if micro_batches in self._stages:
             return self._stages[micro_batches]
-        found = self._stages[micro_batches] = []
+        stages = self._stages[micro_batches] = []
         for index in range(self.plan.parallel.pp):
             phases = self.phases(index, micro_batches)
             order = self.order(index, phases)
             times = self.optimizer_s(index), 1e-6 * self.cluster.device.step_us
-            found.append(Stage(phases, order, self._costs[index], *times))
-        return found
+            stages.append(Stage(phases, order, self._costs[index], *times))
+        return stages
 
     # ---- results
 
     def simulate(self, micro_batches: int, with_spans: bool = False) -> Step:
-        """Simulate every action of a step with so many micro-batches."""
+        """Simulate every action of a step."""
         return simulate(
             self.stages(micro_batches),
             self.cluster.runs_ahead,
@@ -163,14 +165,16 @@ class Costing(Held):
         )
 
     def step(self) -> Step:
-        """A step of the plan."""
+        """Return the step of the plan; a long one is extrapolated."""
         return self._of_step(self.simulate, _extrapolated_step)
 
     def _of_step[Value](
         self, of: Callable[[int], Value], extrapolated: Callable[[Value, Value, float], Value]
     ) -> Value:
-        """`of` the micro-batches of a step. Of many some are looked at: in the steady state each
-        further one is as the one before."""
+        """Return `of` the micro-batches of a step, extrapolated if there are many.
+
+        In the steady state each micro-batch is as the one before.
+        """
         micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
         few, more = (count * stages for count in _FOLDED)
         if micro_batches <= more:
@@ -179,16 +183,16 @@ class Costing(Held):
 
     @cached_property
     def node_nbytes(self) -> float:
-        """Bytes that leave the node which sends most, in a step, for the three states."""
+        """Bytes of the three states that leave the node with most traffic in a step."""
         stages = range(self.plan.parallel.pp)
-        return max(self._of_step(partial(self._left, one), _extrapolate) for one in stages)
+        return max(self._of_step(partial(self._left, stage), _extrapolate) for stage in stages)
 
     def _left(self, stage: int, micro_batches: int) -> float:
-        """Return the bytes that leave a node of a stage in a step with so many micro-batches."""
+        """Return the bytes that leave a node of a stage in a step."""
         units = self.units[stage]
         groups = [self.groups[unit.group] for unit in units]
         actions = self.stages(micro_batches)[stage].order.actions
-        actions = [one for one in actions if units[one.unit].numel]
+        actions = [action for action in actions if units[action.unit].numel]
 
         def issued(kind: int, index: int) -> list[Collective]:
             return self.collectives(kind, units[index])
@@ -197,7 +201,7 @@ class Costing(Held):
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of a step on all ranks, without what is computed again."""
+        """FLOPs of a step on all ranks, without recomputation."""
         parallel, batch = self.plan.parallel, self.plan.batch
         of_rank = sum(
             unit.flops + self.compute.backward_flops(unit) for units in self.units for unit in units
@@ -212,13 +216,17 @@ class Costing(Held):
         return batch.tokens * batch.num_micro_batches * replicas
 
     def mfu(self, step_s: float) -> float:
+        """Return the part of the devices' peak that a step of `step_s` reaches."""
         peak = 1e12 * self.cluster.device.tflops * self.cluster.num_ranks
         return self.model_flops / (step_s * peak)
 
 
 def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit]:
-    """The calls of a forward: the root around everything, experts and adapters within their layer,
-    tied words within their embedding and again within the output layer."""
+    """Return the calls of a forward through a model chunk.
+
+    The root is around everything, experts and adapters are within their layer, tied words within
+    their embedding and again within the output layer.
+    """
     visits: list[Visit] = []
     root = embedding = None
     for index, unit in enumerate(units):

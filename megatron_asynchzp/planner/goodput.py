@@ -20,16 +20,18 @@ class Failures:
     copy_gb_s: float  # of a rank to host memory; --async-save holds training up for that alone
     save_gb_s: float  # of a node that writes a checkpoint
 
-    def saves(self, nbytes: float, nodes: int, ranks: int, is_async: bool) -> "Saves":
+    def saves(self, nbytes: float, nodes: int, ranks: int, is_async: bool) -> "SaveTimes":
         """Return the times of saves of `nbytes` in all, for a run on `nodes` with `ranks`."""
         written_s = nbytes / (1e9 * self.save_gb_s * nodes)
         copied_s = nbytes / (1e9 * self.copy_gb_s * ranks) if is_async else 0.0
         held_s = copied_s if is_async else written_s
-        return Saves(3600 * self.mtbf_hours / nodes, self.restart_s, held_s, copied_s + written_s)
+        return SaveTimes(
+            3600 * self.mtbf_hours / nodes, self.restart_s, held_s, copied_s + written_s
+        )
 
 
 @dataclass(frozen=True)
-class Saves:
+class SaveTimes:
     """The times of a run's failures and saves, in seconds."""
 
     mtbf_s: float  # between failures of the run

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a rank holds of a plan: its sharding groups, its units, and their bytes at rest, in
-flight and for a while.
-"""
+"""Sharding groups and units of a rank, and their bytes at rest, in flight and at the peak."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_asynchzp.planner import model as shapes
-from megatron_asynchzp.planner.activations import FUSED, Kernels, Setting
+from megatron_asynchzp.planner.activations import FUSED, Kernels, RunShape
 from megatron_asynchzp.planner.cluster import MIB, Cluster
 from megatron_asynchzp.planner.memory import (
     Copies,
@@ -35,50 +33,51 @@ from megatron_asynchzp.sharding.in_flight import (
 from megatron_asynchzp.sharding.topology import ShardTopology
 
 IN_FP8 = ("layer", "experts", "mtp")
-"""Units whose weights layers of Transformer Engine have."""
+"""Kinds of units whose weights belong to layers of Transformer Engine."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """A plan for a model on a cluster, in bytes.
+class RankBytes:
+    """Bytes of a plan for a model on a cluster.
 
-    known: parts that other plans for the same model, cluster and kernels share, to compute once.
-
-    Raises ValueError where the ranks, layers or micro-batches do not divide.
+    Raises:
+        ValueError: Ranks, layers or micro-batches do not divide.
     """
 
     model: Model
     plan: Plan
     cluster: Cluster
     kernels: Kernels = FUSED
+    # Results that plans for the same model, cluster and kernels share.
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parallel, ranks = self.plan.parallel, self.cluster.num_ranks
-        for product, what in (
+        for product, sizes in (
             (parallel.tp * parallel.cp * parallel.pp, "tensor x context x pipeline"),
             (parallel.experts_tp * parallel.ep * parallel.pp, "expert x pipeline"),
         ):
             if ranks % product:
-                raise ValueError(f"{what} parallel size {product} does not divide {ranks} ranks")
+                raise ValueError(f"{sizes} parallel size {product} does not divide {ranks} ranks")
         self.plan.sizes.check(self.dense_ranks)
 
     def once[Value](self, key: object, make: Callable[[], Value]) -> Value:
-        """What is known by `key`, or else made now."""
+        """Return the known result of `key`, or make it now."""
         if key not in self.known:
             self.known[key] = make()
         return self.known[key]
 
     @property
-    def setting(self) -> Setting:
-        """Inputs on which the bytes of activations depend."""
+    def setting(self) -> RunShape:
+        """Inputs of the formulas for activations."""
         plan = self.plan
-        return Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
+        return RunShape(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
 
     # ---- groups
 
     @property
     def dense_ranks(self) -> int:
+        """Ranks of a dense sharding group."""
         parallel = self.plan.parallel
         return self.cluster.num_ranks // (parallel.tp * parallel.pp)
 
@@ -111,6 +110,7 @@ class Held:
         return self.once(("units", plan.parallel, plan.batch), make)
 
     def padded(self, unit: Unit) -> int:
+        """Return the elements of a unit's flat buffer."""
         return self.groups[unit.group].padded(unit.aligned_numel)
 
     def _outer_traffic(self, unit: Unit) -> OuterTraffic:
@@ -120,11 +120,11 @@ class Held:
         return OuterTraffic.of(numel, *itemsizes, group.sizes, group.ranks)
 
     def _may_be_early(self, unit: Unit) -> bool:
-        """Pipeline stages sum gradients of tied embeddings after backward."""
+        """Whether reduction completes gradients; stages sum those of tied embeddings later."""
         return self.plan.parallel.pp == 1 or unit.kind not in ("embedding", "output")
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
-        """Return what the unit needs beside its states, by the engine's own formula."""
+        """Return the memory in flight of a unit, by the engine's own formula."""
         group, itemsize = self.groups[unit.group], self.model.itemsize
         padded = self.padded(unit)
         adds_as_they_come = group.sizes.grad == 1
@@ -132,7 +132,7 @@ class Held:
         key = ("in flight", padded, group, numels, unit.is_trained)
 
         def make() -> UnitInFlight:
-            # Of the mesh only the axes within the gradient shard count.
+            # Only the axes within the gradient shard count.
             world = group.sizes.optim
             topology = ShardTopology(world, 0, group.sizes)
             need = UnitInFlight.of(
@@ -156,12 +156,15 @@ class Held:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of the rank that needs most, with the padding of its units."""
+        """Memory of the rank that needs most."""
         return max(map(self.stage_memory, range(self.plan.parallel.pp)), key=lambda of: of.total)
 
     def stage_memory(self, stage: int) -> Memory:
-        """Return the memory of a rank of pipeline stage `stage`, with padding as the engine has it.
-        Raises ConfigurationError for a budget of memory in flight below what one layer needs."""
+        """Return the memory of a rank of pipeline stage `stage`, with the engine's padding.
+
+        Raises:
+            ConfigurationError: The budget for memory in flight is too small for a layer.
+        """
         plan, schedule = self.plan, self.plan.schedule
         key = (plan.parallel, plan.sizes, plan.expert_sizes, stage)
         at_rest, whole, away = self.once(
@@ -194,8 +197,10 @@ class Held:
         return MIB * self.cluster.device.communicator_mib * number
 
     def _quantised_numel(self, unit: Unit) -> int:
-        """Elements of weights that layers keep quantised, at most: all layers are taken to compute
-        so, and a router."""
+        """Return the most elements of weights that layers keep quantised.
+
+        All layers and a router count as quantised.
+        """
         kept = self.setting.kernels.keeps_quantised
         if kept == "none" or unit.kind not in IN_FP8:
             return 0
@@ -204,7 +209,7 @@ class Held:
         return unit.matrix_numel - shapes.without_experts(unit, self.model, self.plan.parallel)
 
     def _preview_nbytes(self, unit: Unit) -> float:
-        """Return the bytes to compute the update of `unit` ahead, 0 where that does not happen."""
+        """Return the bytes of a preview of the update of `unit`; 0 if it is not sent early."""
         schedule = self.plan.schedule
         has_room = self._outer_traffic(unit).may_have_room(schedule.early_update == "on")
         is_early = schedule.may_send_early and has_room and self._may_be_early(unit)
@@ -216,12 +221,12 @@ class Held:
         return preview_nbytes(padded / sizes.optim, moments, self.plan.has_loss_scale, shard)
 
     def _states(self, stage: int) -> tuple[dict[str, float], int, float]:
-        """Return bytes by state, of the largest unit (whole), of main parameters on the host."""
+        """Return bytes by state, those of the largest unit and of main parameters on the host."""
         units = [unit for unit in self.units[stage] if unit.numel]
         largest = max(map(self.padded, units), default=0)
-        found = self._states_of(units, self.padded)
-        away = sum(states["main_param"] for states, is_on_host in found if is_on_host)
-        return total_nbytes(found), self.model.itemsize * largest, away
+        of_units = self._states_of(units, self.padded)
+        away = sum(states["main_param"] for states, is_on_host in of_units if is_on_host)
+        return total_nbytes(of_units), self.model.itemsize * largest, away
 
     def states_by_formula(self, stage: int) -> dict[str, float]:
         """Return a rank's bytes at rest in pipeline stage `stage`, by state, without padding."""
@@ -239,13 +244,13 @@ class Held:
         for unit in units:
             moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
             shape = numel_of(unit), self.model.itemsize, self.groups[unit.group].sizes
-            found = state_nbytes(*shape, moments, self.plan.main_grad, unit.is_trained)
-            total.append((found, any(unit is one for one in on_host)))
+            states = state_nbytes(*shape, moments, self.plan.main_grad, unit.is_trained)
+            total.append((states, any(unit is moved for moved in on_host)))
         return total
 
     @property
     def saved_nbytes(self) -> float:
-        """Bytes of a checkpoint: all ranks' parameters, main parameters and moments, each once."""
+        """Bytes of a checkpoint, which has parameters, main parameters and moments once."""
         itemsize, total = self.model.itemsize, 0.0
         main = FP32_NBYTES if itemsize < FP32_NBYTES else 0
         for unit in filter(lambda unit: unit.numel, self.model.units):
@@ -255,17 +260,17 @@ class Held:
 
     @property
     def least_in_flight(self) -> int:
-        """Bytes without which no stage can run, of the chunk that needs most."""
+        """Fewest bytes of memory in flight with which every model chunk can run."""
         every = range(self.plan.parallel.pp)
         return max(sum(least_in_flight(chunk)) for stage in every for chunk in self._chunks(stage))
 
     def _chunks(self, stage: int) -> list[list[UnitInFlight]]:
-        """Return what the units of each model chunk need beside their states; no empty chunk."""
-        found: dict[int, list[UnitInFlight]] = {}
+        """Return the memory in flight of the units of each model chunk that has any."""
+        chunks: dict[int, list[UnitInFlight]] = {}
         for unit in self.units[stage]:
             if unit.numel:
-                found.setdefault(unit.chunk, []).append(self.in_flight(unit))
-        return list(found.values())
+                chunks.setdefault(unit.chunk, []).append(self.in_flight(unit))
+        return list(chunks.values())
 
     def in_flight_of(self, stage: int) -> list[MemoryInFlight]:
         """Return the memory in flight of each model chunk of a rank of `stage`."""
@@ -291,10 +296,11 @@ class Held:
 
     @property
     def has_room(self) -> bool:
-        """Whether the memory in flight that is allowed is enough for a step."""
+        """Whether the budget for memory in flight is enough for a step."""
         allowed = self.plan.schedule.in_flight_nbytes
         return allowed is None or self.least_in_flight <= allowed
 
     @property
     def fits(self) -> bool:
+        """Whether the plan fits into the device's memory."""
         return self.memory.total <= self.cluster.device.usable_nbytes

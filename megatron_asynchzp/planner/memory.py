@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_asynchzp.planner import activations
-from megatron_asynchzp.planner.activations import Setting
+from megatron_asynchzp.planner.activations import RunShape
 from megatron_asynchzp.planner.model import Layer, chunk_layers
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.host_room import room_nbytes
@@ -104,7 +104,7 @@ class Activations:
     buffer: float = 0.0  # that an implementation keeps for good
 
 
-def micro_batches_in_flight(setting: Setting, stage: int) -> float:
+def micro_batches_in_flight(setting: RunShape, stage: int) -> float:
     """How many micro-batches a rank of `stage` holds activations of at most, in whole stages: with
     virtual stages a part of one for each model chunk (Megatron's 1F1B schedules)."""
     pp, virtual, number = (
@@ -118,7 +118,7 @@ def micro_batches_in_flight(setting: Setting, stage: int) -> float:
     return min(warm_up + 1, virtual * number) / virtual
 
 
-def _kept_of_layers(layers: Sequence[Layer], setting: Setting) -> float:
+def _kept_of_layers(layers: Sequence[Layer], setting: RunShape) -> float:
     """Return the bytes that the layers of one model chunk keep of one micro-batch."""
     recompute, per_layer = (
         setting.recompute,
@@ -132,7 +132,7 @@ def _kept_of_layers(layers: Sequence[Layer], setting: Setting) -> float:
     return again * setting.hidden_nbytes + sum(per_layer[again:])
 
 
-def _working(layers: Sequence[Layer], setting: Setting) -> float:
+def _working(layers: Sequence[Layer], setting: RunShape) -> float:
     """Return the bytes of layers computed again together, and of one layer's activation gradients.
 
     Recomputing a block of first layers begins when backward has freed all the others.
@@ -155,7 +155,7 @@ def _working(layers: Sequence[Layer], setting: Setting) -> float:
     return again + gradients
 
 
-def stage_activations(setting: Setting, stage: int) -> Activations:
+def stage_activations(setting: RunShape, stage: int) -> Activations:
     """Return the bytes of a rank's activations in pipeline stage `stage`."""
     chunks = chunk_layers(setting.model, setting.parallel, stage)
     layers = [layer for chunk in chunks for layer in chunk]

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the order of a step: what the main thread of a rank computes and submits, one action after
-the other. What is gathered, kept and waited for when is decided where the engine's is
-(sharding/decisions.py); a test compares what both submit on random programs.
+"""Order in which the main thread of a rank computes and submits operations in a step.
+
+The engine's own decisions (sharding/decisions.py) say when a unit is gathered, kept and waited for.
+A test compares the submissions of both on random programs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,11 +30,11 @@ from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.residency import Residency
 
 _Mark = tuple[int, ...]
-"""Actions that have ended when a point of the main thread's stream is reached, by index."""
+"""Indices of actions that have ended when the main thread's stream reaches a point."""
 
 
 class StepOrder:
-    """The actions of one step in the steady state, from the optimizer on, where no step is clipped.
+    """The actions of a step in the steady state, from the optimizer on, without clipping.
 
         param-sync   | u0 | u1 | u2 |
         gather            | u0 | u1 | ...
@@ -42,14 +43,12 @@ class StepOrder:
         grad-sync                                            | u1 | u0 |
         param-sync                                                | u1 |  [Note: early update]
 
-    units: of all chunks.
-    visits: of each chunk, in the order of the forward.
-    phases: of the step.
-    overlaps_params: whether it begins before all parameter shards are rebuilt, as the engine's.
-
-    actions: see Action.
-    grad_syncs: of each unit, by index.
-    waits: what the optimizer waits for at the end, by index.
+    Args:
+        units: Of all chunks.
+        visits: Of each chunk, in the order of the forward.
+        phases: Of the step.
+        schedule: The engine's.
+        overlaps_params: Whether a step begins before all parameter shards are rebuilt.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class StepOrder:
         self._phase = -1
         self._last_compute: int | None = None
         self._last_reduction: dict[int, int] = {}
-        self.grad_syncs: dict[int, int] = {}
+        self.grad_syncs: dict[int, int] = {}  # index of the action, by unit
         self.kept_params = self.kept_grads = None
         self.shared_params: MemoryMap[_Mark] | None = None
         if budget := schedule.keep_params_nbytes:
@@ -76,7 +75,7 @@ class StepOrder:
             self.kept_grads = Residency[int](budget, sum_nbytes, counts_own=True)
         together: list[ParamsInFlight[int, _Mark, int]] = []
         self._chunks = [
-            _Chunk(self, one, [] if self.shared_params is None else together) for one in visits
+            _Chunk(self, calls, [] if self.shared_params is None else together) for calls in visits
         ]
         for phase in phases:
             self._chunks[phase.chunk].expect(phase)
@@ -97,25 +96,28 @@ class StepOrder:
             for unit in chunk.units:
                 if units[unit].is_trained and unit not in self.grad_syncs:
                     self.start_grad_sync(unit)
+        # Indices of actions for which the optimizer waits at the end.
         self.waits = list(self._last_reduction.values()) + list(self.grad_syncs.values())
         self.waits += [preview for chunk in self._chunks for preview in chunk.params.previews]
 
     # ---- for the chunks
 
     def submit(self, kind: int, unit: int, after: Iterable[int | None]) -> int:
-        """The index of the new action."""
-        deps = {one for one in after if one is not None}
+        """Add an action and return its index."""
+        deps = {action for action in after if action is not None}
         if self.schedule.is_inline and self.actions:
             deps.add(len(self.actions) - 1)
         self.actions.append(Action(kind, unit, tuple(deps), self._phase))
         return len(self.actions) - 1
 
     def compute(self, unit: int, after: Iterable[int | None]) -> int:
+        """Add the computation with a unit."""
         self._last_compute = self.submit(COMPUTE, unit, (*after, *self.waited))
         self.waited = ()
         return self._last_compute
 
     def reduce(self, chunk: "_Chunk", unit: int, computed: int | None, is_last: bool) -> None:
+        """Add the reductions of a unit after the action `computed`."""
         if self.units[unit].is_reduced:
             if chunk.grads.should_wait(unit, is_last):
                 return
@@ -130,28 +132,27 @@ class StepOrder:
                 chunk.params.send_early(unit)
 
     def start_grad_sync(self, unit: int) -> None:
+        """Add the reduction from G to O and over replicas."""
         after = (self._last_compute, self._last_reduction.get(unit))
         self.grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
 
     @property
     def last_compute(self) -> int | None:
+        """Index of the last computation."""
         return self._last_compute
 
     def mark(self) -> _Mark:
-        """Return what the main thread has issued by now, as an event on its stream has it."""
+        """Return the actions for which an event on the main thread's stream would wait now."""
         last = () if self._last_compute is None else (self._last_compute,)
         return (*last, *self.waited)
 
     def await_action(self, action: int) -> None:
-        """The main thread computes again when `action` has ended."""
+        """Let the next computation wait for `action`."""
         self.waited += (action,)
 
 
 class _Params(ParamsInFlight[int, _Mark, int]):
-    """The decisions about gathers, as actions of `order`.
-
-    units: of the chunk, in the order of the forward.
-    """
+    """Decides about gathers of a chunk's units, and adds them to `order`."""
 
     def __init__(
         self,
@@ -174,14 +175,14 @@ class _Params(ParamsInFlight[int, _Mark, int]):
         )
 
     def start_syncs(self, early: set[int]) -> None:
-        """early: units that each step sends before its update."""
+        """Begin a step which sends the units `early` before its update."""
         self.early = early
         trained = [unit for unit in self._units if self._order.units[unit].is_trained]
         self.restart()
         self.rebuild(unit for unit in trained if unit not in early)
 
     def compute(self, unit: int) -> int:
-        """The index of the action."""
+        """Add the computation with a unit, after its gather, and return its index."""
         if self._order.units[unit].is_gathered:
             self.unshard(unit)
             waits_for = self._gathered[unit].handle
@@ -197,7 +198,7 @@ class _Params(ParamsInFlight[int, _Mark, int]):
         return self._order.submit(GATHER, unit, after)
 
     def wait_for_unshard(self, unit: int, handle: int) -> None:
-        """`compute` waits for the gather."""
+        """Do nothing: `compute` waits for the gather."""
 
     def finish_reshard(self, unit: int, handle: int) -> _Mark:
         return self._order.mark()
@@ -216,7 +217,7 @@ class _Params(ParamsInFlight[int, _Mark, int]):
 
 
 class _Grads(GradsInFlight[int, int]):
-    """The decisions about reductions: whom the main thread of `order` waits for."""
+    """Decides for which reductions the main thread waits."""
 
     def __init__(self, order: StepOrder, memory: MemoryMap[object]):
         super().__init__(memory, order.kept_grads)
@@ -227,9 +228,9 @@ class _Grads(GradsInFlight[int, int]):
 
 
 class _Chunk:
-    """The program of one model chunk, as the hooks of its modules have it.
+    """The program of a model chunk, as the hooks of its modules have it.
 
-    together: the parameters in flight of the chunks with which it shares memory.
+    `together` are the parameters in flight of the chunks that share memory.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class _Chunk:
         shared = MemoryMap[_Mark]() if order.shared_params is None else order.shared_params
         before = shared.nbytes
         self.params = _Params(order, self.units, shared, together)
-        shared.grow(memory.params - (shared.nbytes - before))  # less what seats have
+        shared.grow(memory.params - (shared.nbytes - before))  # seats have grown it already
         self.grads = _Grads(order, MemoryMap[object](memory.grads))
 
     def _memory_in_flight(self) -> MemoryInFlight:
@@ -253,7 +254,7 @@ class _Chunk:
         return memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
 
     def expect(self, phase: Phase) -> None:
-        """Expect the units that the phase uses, as the step before used them."""
+        """Record the uses of a phase, as the previous step made them."""
         for unit in in_use_order(self._visits, phase.is_forward):
             if self._all[unit].is_gathered:
                 self.params.skip(unit)
@@ -265,7 +266,7 @@ class _Chunk:
                 kept_grads.visit(unit)
 
     def _completed(self) -> list[int]:
-        """Trained units in the order in which a backward completes their gradients."""
+        """Return trained units in the order in which a backward completes their gradients."""
         completed = [
             unit for unit in in_completion_order(self._visits) if self._all[unit].is_trained
         ]
@@ -285,6 +286,7 @@ class _Chunk:
         }
 
     def run(self, phase: Phase) -> None:
+        """Add the actions of a phase."""
         if phase.is_forward:
             self._forward(self._visits)
             return

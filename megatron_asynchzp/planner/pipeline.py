@@ -1,18 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the order in which a pipeline stage computes micro-batches: Megatron's 1F1B, and its
-interleaved form for several model chunks on each rank.
-"""
+"""Order of micro-batches on a pipeline stage: Megatron's 1F1B, plain and interleaved."""
 
 from megatron_asynchzp.planner.program import Phase
 
 
 def stage_phases(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Phase]:
-    """Return the phases of one step. With several chunks `micro_batches` is a multiple of `stages`,
-    as Megatron demands; raises ValueError otherwise."""
+    """Return the phases of a step.
+
+    Raises:
+        ValueError: There are several chunks, and `micro_batches` is not a multiple of `stages`, as
+            Megatron requires.
+    """
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"{micro_batches} micro-batches are not a multiple of {stages} stages")
-    # A group of one micro-batch for each stage goes through chunk 0, then through chunk 1, ...
+    # A group of micro-batches, one for each stage, goes through chunk 0, then through chunk 1, ...
     group = stages if chunks > 1 else 1
     table = [
         (chunk, micro_batch)
@@ -30,16 +32,18 @@ def stage_phases(stage: int, stages: int, chunks: int, micro_batches: int) -> li
         ahead = 2 * ahead + (chunks - 1) * stages
     ahead = min(ahead, len(forward))
     phases = forward[:ahead]
-    for index, one in enumerate(backward):
+    for index, phase in enumerate(backward):
         if index + ahead < len(forward):
             phases.append(forward[index + ahead])
-        phases.append(one)
+        phases.append(phase)
     return phases
 
 
 def before(phase: Phase, stage: int, stages: int, chunks: int) -> tuple[int, int] | None:
-    """Stage and chunk whose phase of the same micro-batch and direction hands its result to this
-    one; None at the beginning of the model, or of its backward."""
+    """Return stage and chunk whose phase of the same micro-batch gives this phase its input.
+
+    None at the begin of the model, or of its backward.
+    """
     if phase.is_forward:
         if stage > 0:
             return stage - 1, phase.chunk

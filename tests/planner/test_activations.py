@@ -14,7 +14,7 @@ from megatron_asynchzp.planner.activations import (
     LOCAL,
     Kernels,
     Recompute,
-    Setting,
+    RunShape,
     final_norm_nbytes,
     gradient_nbytes,
     layer_nbytes,
@@ -52,9 +52,9 @@ _PASA = Kernels("pasa", is_fused=False)
 
 def setting(
     layer: Layer, kernels: Kernels = FUSED, number: int = 4, norm: int = 1, **rest
-) -> Setting:
+) -> RunShape:
     model = Model(128, 512, (layer,) * number, norm_numel=norm)
-    return Setting(model, rest.pop("parallel", Parallel()), Batch(2, 128), kernels, **rest)
+    return RunShape(model, rest.pop("parallel", Parallel()), Batch(2, 128), kernels, **rest)
 
 
 # Bytes of the storages that autograd saved in one layer of 128 channels and 2 x 128 tokens, in
@@ -146,7 +146,7 @@ def test_tensor_and_sequence_parallelism_divide_what_a_layer_keeps(layer):
     assert layer_nbytes(layer, half) < layer_nbytes(layer, alone) < whole
 
 
-def _most_in_flight(stage: int, of: Setting) -> float:
+def _most_in_flight(stage: int, of: RunShape) -> float:
     """By playing the schedule: forwards of the warm-up, then one forward and one backward."""
     pp, virtual = of.parallel.pp, of.parallel.virtual
     total = of.batch.num_micro_batches * virtual

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.costs import Costing
-from megatron_asynchzp.planner.goodput import Failures, Saves
+from megatron_asynchzp.planner.goodput import Failures, SaveTimes
 from megatron_asynchzp.planner.model import Adapters, Batch, Model, Parallel
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -19,15 +19,15 @@ from tests.planner.test_search import MODEL, slow
 HOUR = 3600.0
 # mean time between failures, restart, held, complete
 RUNS = [
-    Saves(24 * HOUR, 600, 60, 60),  # training waits for the whole save
-    Saves(24 * HOUR, 600, 5, 300),
-    Saves(4 * HOUR, 900, 20, 600),
-    Saves(HOUR, 300, 0, 240),  # it waits for nothing
-    Saves(HOUR, 1800, 120, 900),
+    SaveTimes(24 * HOUR, 600, 60, 60),  # training waits for the whole save
+    SaveTimes(24 * HOUR, 600, 5, 300),
+    SaveTimes(4 * HOUR, 900, 20, 600),
+    SaveTimes(HOUR, 300, 0, 240),  # it waits for nothing
+    SaveTimes(HOUR, 1800, 120, 900),
 ]
 
 
-def drawn(saves: Saves, interval_s: float, seed: int, failures: int = 4000) -> float:
+def drawn(saves: SaveTimes, interval_s: float, seed: int, failures: int = 4000) -> float:
     """The part of all time whose training counted, second by second as it goes."""
     rng, now, kept, seen = random.Random(seed), 0.0, 0.0, 0
     held_s = max(saves.held_s, saves.complete_s - interval_s)  # one save at a time
@@ -73,16 +73,16 @@ def test_no_interval_is_better_than_the_best(saves):
 
 def test_with_rare_failures_it_is_youngs():
     for mean_s in (1e7, 1e8, 1e9):
-        saves = Saves(mean_s, 600, 30, 30)
+        saves = SaveTimes(mean_s, 600, 30, 30)
         assert saves.best_interval_s == pytest.approx(sqrt(2 * 30 * mean_s), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["mtbf_s", "restart_s", "held_s", "complete_s"])
 def test_more_of_a_trouble_leaves_less_time(name):
-    saves = Saves(10 * HOUR, 600, 60, 120)
+    saves = SaveTimes(10 * HOUR, 600, 60, 120)
     worse = replace(saves, **{name: getattr(saves, name) * (0.5 if name == "mtbf_s" else 2)})
     assert worse.goodput(HOUR) < saves.goodput(HOUR) < 1
-    assert Saves(1.0, 1e6, 1e6, 1e6).goodput(1e6) == 0  # and no number overflows
+    assert SaveTimes(1.0, 1e6, 1e6, 1e6).goodput(1e6) == 0  # and no number overflows
 
 
 def test_a_save_that_training_does_not_wait_for_is_made_more_often():

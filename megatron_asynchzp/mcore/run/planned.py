@@ -21,7 +21,7 @@ from megatron_asynchzp.planner.activations import (
     FP8_COPIES_NBYTES,
     Kernels,
     Recompute,
-    Setting,
+    RunShape,
 )
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import load_cluster
@@ -48,7 +48,7 @@ _MAMBA_HEADS_OF = 2  # Megatron's expansion: heads x head_dim are twice the hidd
 # ---- a run as it is
 
 
-def plan_of(args: Namespace, setting: Setting, run: RunSettings | None = None) -> Plan:
+def plan_of(args: Namespace, setting: RunShape, run: RunSettings | None = None) -> Plan:
     """Return the plan that the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
 
     args: validated. setting, run: theirs.
@@ -76,7 +76,7 @@ def _seated_kinds(args: Namespace) -> tuple[str, ...]:
 
 
 def costing_of(
-    args: Namespace, setting: Setting | None = None, run: RunSettings | None = None
+    args: Namespace, setting: RunShape | None = None, run: RunSettings | None = None
 ) -> Costing:
     """The bytes and the order of the run that the flags ask for: neither depends on a cluster's
     speeds, which are any."""
@@ -130,7 +130,7 @@ def _refused_of_layers(args: Namespace) -> Iterator[str]:
 
 
 def space_of(
-    args: Namespace, cluster: Cluster, setting: Setting | None = None, **free: Any
+    args: Namespace, cluster: Cluster, setting: RunShape | None = None, **free: Any
 ) -> Space:
     """All shard sizes of a run on `cluster`, and nothing else but what `free` lets vary (fields of
     Space)."""
@@ -227,10 +227,10 @@ def _with_vocabulary(args: Namespace) -> Namespace:
 # ---- a model
 
 
-def setting_of(args: Namespace) -> Setting:
+def setting_of(args: Namespace) -> RunShape:
     """Model, parallel sizes, batch, kernels and recomputation of one command line. Raises
     ConfigurationError, one line, for a layer of which the planner has no formula."""
-    return Setting(
+    return RunShape(
         model_of(args), parallel_of(args), batch_of(args), kernels_of(args), recompute_of(args)
     )
 
