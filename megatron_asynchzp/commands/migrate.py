@@ -136,7 +136,7 @@ def _headline(found: "Verdict") -> str:
 
 
 def _groups(found: "Verdict") -> Iterator[str]:
-    lost = {rule.name: f"{rule.flag}: {rule.reason}" for rule in found.lost}
+    lost = {rule.setting: f"{rule.flag}: {rule.reason}" for rule in found.lost}
     told = [line for line in found.logged if line not in found.environment]
     others = [line for line in told if line.partition(" = ")[0] not in lost]
     groups = {

@@ -14,8 +14,8 @@ from megatron_asynchzp.commands.recipes import without_flag
 from megatron_asynchzp.commands.stages import held_nbytes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks, command_line
-from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
-from megatron_asynchzp.mcore.flags.refusals import Refused
+from megatron_asynchzp.mcore.flags.rule_table import RULES
+from megatron_asynchzp.mcore.flags.rules import OURS, Refused, Rule
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
     held_sizes,
@@ -38,7 +38,6 @@ from megatron_asynchzp.planner.contenders import (
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import stage_activations
 
-OURS = "--use-asynchzp"
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
 _CONNECTIONS = ("1", "8")
 # What Megatron's own checks ask of the environment by name, and refuse to start without.
@@ -62,12 +61,12 @@ class Verdict:
     logged: list[str]  # Lines on changed arguments.
 
     @property
-    def changed(self) -> list[Normalisation]:
+    def changed(self) -> list[Rule]:
         """The rules that change something."""
-        return [rule for rule in (*NORMALISATIONS, *OVERLAP) if rule.is_in(self.logged)]
+        return [rule for rule in RULES[OURS] if rule.is_in(self.logged)]
 
     @property
-    def lost(self) -> list[Normalisation]:
+    def lost(self) -> list[Rule]:
         """The rules that switch off a feature without a replacement."""
         return [rule for rule in self.changed if rule.is_lost]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
-from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, OVERLAP, Normalisation
-from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
-from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
+from megatron_asynchzp.mcore.flags.pasa import PASA, add_pasa_arguments
+from megatron_asynchzp.mcore.flags.rule_table import RULES
+from megatron_asynchzp.mcore.flags.rules import OURS, Rule, Verdict
 from megatron_asynchzp.mcore.patches.patch import Patch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 
@@ -44,13 +44,15 @@ def _file_of(patch: Patch) -> str:
     return f"mcore/patches/{path}.py"
 
 
-def _refusals(refusals: Sequence[Refusal]) -> list[str]:
+def _refusals(refusals: Sequence[Rule]) -> list[str]:
     """Write a row for the flags with one reason.
 
     The remedy to drop the flag stands above the table, and is left out if a row has no other.
     """
-    reasons: dict[str, list[Refusal]] = {}
+    reasons: dict[str, list[Rule]] = {}
     for refusal in refusals:
+        if refusal.verdict is not Verdict.REFUSE:
+            continue
         reasons.setdefault(refusal.reason, []).append(refusal)
     rows = []
     for reason, found in reasons.items():
@@ -60,10 +62,12 @@ def _refusals(refusals: Sequence[Refusal]) -> list[str]:
     return _table(("flag", "reason", "instead"), rows)
 
 
-def _normalisations(rules: Sequence[Normalisation]) -> list[str]:
+def _changes(rules: Sequence[Rule]) -> list[str]:
     """A row for each reason, or for all reasons of the same arguments."""
     pairs = [
-        (f"`{r.name}`" + ("" if r.value is False else f" = {r.value}"), r.reason) for r in rules
+        (f"`{r.setting}`" + ("" if r.value is False else f" = {r.value}"), r.reason)
+        for r in rules
+        if r.verdict is not Verdict.REFUSE
     ]
     reasons: dict[str, list[str]] = {}
     for names, reason in _shared(pairs):
@@ -87,9 +91,9 @@ def tables() -> dict[str, list[str]]:
         "flags": _flags(add_asynchzp_arguments),
         "attention flags": _flags(add_pasa_arguments),
         "patches": _table(("what is replaced", "with its reason, in"), patches),
-        "switched off": _normalisations((*NORMALISATIONS, *OVERLAP)),
-        "refusals": _refusals(REFUSALS),
-        "attention refusals": _refusals(PASA_REFUSALS),
+        "switched off": _changes(RULES[OURS]),
+        "refusals": _refusals(RULES[OURS]),
+        "attention refusals": _refusals(RULES[PASA]),
     }
 
 

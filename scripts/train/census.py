@@ -161,7 +161,7 @@ def judge(case: Case) -> Verdict:
     stock = of_start.ask(command, size, per_node)
     refused = of_start.lines_of(stock) if isinstance(stock, ConfigurationError) else []
     found = of_start.judge(command, size, per_node)
-    lost = () if found.refused else tuple(rule.name for rule in found.lost)
+    lost = () if found.refused else tuple(rule.setting for rule in found.lost)
     needed = tuple(line.partition(":")[0] for line in found.environment)
     return Verdict(case, next(iter(refused), None), next(iter(found.refused), None), lost, needed)
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, flag_of
+from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, default_of, flag_of
 from megatron_asynchzp.schedule import ScheduleConfig
 
 
@@ -46,7 +46,7 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
 def add_argument_of(parser: Any, name: str) -> None:
     """Add the flag of one field of AsyncHZPConfig."""
     made = OPTIONS[name]
-    told, default = made.metadata, made.default
+    told, default = made.metadata, default_of(name)
     words: dict[str, Any] = {"dest": f"asynchzp_{name}", "help": told["text"]}
     if isinstance(default, bool):
         words["action"] = "store_false" if default else "store_true"

@@ -19,22 +19,19 @@ from megatron_asynchzp.checkpoint_files.other_format import (
 from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.mcore.flags.arguments import config_of
 from megatron_asynchzp.mcore.flags.config import STATES
-from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
-from megatron_asynchzp.mcore.flags.normalisations import (
-    early_update_of,
-    normalize_args,
+from megatron_asynchzp.mcore.flags.rule_table import (
+    change_settings,
     refuse_changes,
+    refuse_unsupported,
 )
-from megatron_asynchzp.mcore.flags.offloading import take_offload
-from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     automatic_states,
     describe_cuts,
+    describe_translation,
     resolve_shard_sizes,
     ruled_states,
     sharding_group_size,
     sharding_ranks_per_node,
-    take_translated,
 )
 
 
@@ -42,27 +39,24 @@ def prepare_args(args: Namespace) -> list[str]:
     """Everything that happens to the arguments before Megatron validates (and prints) them.
 
     Writes the resolved shard sizes into `args`, unless the planner is to choose some when Megatron
-    has validated the others (mcore/run/planned.py), and applies NORMALISATIONS; returns the lines
+    has validated the others (mcore/run/planned.py), and applies the rules; returns the lines
     to log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
     changed nothing then.
     """
     refuse_unsupported(args)
     refuse_sizes(args)
     config_of(args).check_cluster()
-    early_update = early_update_of(args)
     group_size = sharding_group_size(args)
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
     refuse_useless_saves(args)
     refuse_missing_muon(args)
-    args.asynchzp_early_update = early_update
-    lines = take_moment_dtypes(args) + take_offload(args)
-    lines += take_translated(args, sizes, group_size)
+    lines = describe_translation(args, sizes, group_size)
     is_chosen_later = bool(automatic_states(args))
     lines += [] if is_chosen_later else describe_cuts(sizes, group_size)
     for state in ruled_states(args) if is_chosen_later else STATES:
         setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
-    return lines + normalize_args(args)
+    return lines + change_settings(args)
 
 
 def confirm_args(args: Namespace) -> None:

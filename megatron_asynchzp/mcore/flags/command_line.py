@@ -13,8 +13,10 @@ from difflib import get_close_matches
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments, config_of
-from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
-from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of, refuse
+from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
+from megatron_asynchzp.mcore.flags.pasa import PASA, add_pasa_arguments
+from megatron_asynchzp.mcore.flags.rule_table import RULES
+from megatron_asynchzp.mcore.flags.rules import OURS, Rule, argument_of, refuse
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     resolve_shard_sizes,
     sharding_group_size,
@@ -78,10 +80,10 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
     args = parse_words(argv)
     _refuse_without_effect(flags, args)
     if args.use_pasa_attention:
-        _refuse_given(PASA_REFUSALS, argv)
+        _refuse_given(RULES[PASA], argv)
     if not args.use_asynchzp:
         return
-    _refuse_given(REFUSALS, argv)
+    _refuse_given(RULES[OURS], argv)
     if args.bf16 and args.fp16:
         raise ConfigurationError("--bf16 and --fp16 exclude each other; give one of them")
     config = config_of(args)
@@ -203,12 +205,13 @@ def _refuse_without_effect(flags: Sequence[str], args: Namespace) -> None:
             )
 
 
-def _refuse_given(table: Sequence[Refusal], argv: Sequence[str]) -> None:
+def _refuse_given(table: Sequence[Rule], argv: Sequence[str]) -> None:
     """Raise Refused for the rows of `table` that one flag decides. What depends on several is
     decided when Megatron has parsed them all."""
     given = _values(argv)
     args = Namespace(**{argument_of(flag): value for flag, value in given.items()})
-    refuse([row for row in table if row.flag in given and row.is_decided_by_flag], args)
+    rows = [row for row in table if row.flag in given and row.is_decided_by_flag]
+    refuse(rows, MegatronSettings(args))
 
 
 def _values(argv: Sequence[str]) -> dict[str, object]:

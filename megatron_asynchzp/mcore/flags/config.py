@@ -238,17 +238,18 @@ class AsyncHZPConfig:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "AsyncHZPConfig":
         """Make a config of settings by the names that argparse gives them."""
-        values = {
-            name: given[f"asynchzp_{name}"] for name in OPTIONS if f"asynchzp_{name}" in given
-        }
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        values: dict[str, Any] = {}
+        for name in OPTIONS:
+            value = given.get(f"asynchzp_{name}", default_of(name))
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
 
     def __post_init__(self) -> None:
-        for name, one in OPTIONS.items():
+        for name, made in OPTIONS.items():
             value, flag = getattr(self, name), flag_of(name)
-            if value == one.default:
+            if value == default_of(name):
                 continue
-            _check_value(flag, value, one.metadata["read"], one.metadata["choices"])
+            _check_value(flag, value, made.metadata["read"], made.metadata["choices"])
         for name in ("grad_slot_mb", "memory_in_flight_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -316,6 +317,11 @@ class AsyncHZPConfig:
 
 
 OPTIONS: dict[str, Field] = {one.name: one for one in fields(AsyncHZPConfig)}
+
+
+def default_of(name: str) -> Any:
+    """The default of the field `name`."""
+    return OPTIONS[name].default
 
 
 def flag_of(name: str) -> str:

@@ -4,14 +4,14 @@
 torch.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import no_file_at
-from megatron_asynchzp.mcore.flags.refusals import Refusal, because, equal_to, other_than, refuse
+from megatron_asynchzp.mcore.flags.rules import Rule, because, equal_to, other_than, refusal
 
 # As in attention/; a test compares them.
 MODE_CHOICES = ("delegate", "block")
@@ -98,25 +98,26 @@ def _capture_words(word: str) -> str:
     return word
 
 
-_because = partial(because, beside="--use-pasa-attention")
+PASA = "--use-pasa-attention"
+_because = partial(because, of=PASA)
 _DROP = "drop one of the two flags"
 
 
-def _with_dropout(example: str, name: str, value: object) -> Refusal:
-    return Refusal(
+def _with_dropout(example: str, name: str, value: object) -> Rule:
+    return refusal(
         example,
-        lambda args: getattr(args, name) == value and args.attention_dropout > 0,
+        lambda s: getattr(s, name) == value and s.attention_dropout > 0,
         "block with attention dropout" if value == "block" else "with attention dropout",
     )
 
 
-PASA_REFUSALS: tuple[Refusal, ...] = (
+PASA_REFUSALS: tuple[Rule, ...] = (
     *_because(
         "it chooses another attention",
         "use --pasa-vendor instead",
-        Refusal(
+        refusal(
             "--attention-backend flash",
-            lambda args: getattr(args.attention_backend, "name", args.attention_backend) != "auto",
+            lambda s: getattr(s.attention_backend, "name", s.attention_backend) != "auto",
             "other than auto",
         ),
     ),
@@ -165,8 +166,3 @@ PASA_REFUSALS: tuple[Refusal, ...] = (
         _with_dropout("--pasa-shift-values", "pasa_shift_values", True),
     ),
 )
-
-
-def refuse_unsupported_attention(args: Namespace) -> None:
-    """Raise ConfigurationError for the first flag that `--use-pasa-attention` does not support."""
-    refuse(PASA_REFUSALS, args)

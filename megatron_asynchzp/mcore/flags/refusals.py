@@ -1,160 +1,64 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The Megatron flags that `--use-asynchzp` refuses, and the line that each refusal prints."""
+"""The settings of Megatron that `--use-asynchzp` refuses."""
 
-from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.megatron_settings import (
+    captures,
+    captures_layers,
+    has_own_graphs,
+    is_fp32,
+    named_parts,
+    offloads,
+    pads_experts,
+)
+from megatron_asynchzp.mcore.flags.rules import (
+    Rule,
+    argument_of,
+    because,
+    equal_to,
+    other_than,
+    refusal,
+)
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """One Megatron flag that does not work beside a flag of ours.
-
-    example: a command line that is refused; its first word is the flag.
-    is_asked: whether the arguments ask for it, before and after Megatron's own validation.
-    condition: which values are refused, for the documentation; "" means all of them.
-    reason, remedy: parts of the line that the user reads.
-    beside: our flag.
-    is_decided_by_flag: whether is_asked reads the flag's own argument alone.
-    """
-
-    example: str
-    is_asked: Callable[[Namespace], Any]
-    condition: str = ""
-    reason: str = ""
-    remedy: str = ""
-    beside: str = "--use-asynchzp"
-    is_decided_by_flag: bool = False
-
-    @property
-    def flag(self) -> str:
-        return self.example.split()[0]
-
-    def __str__(self) -> str:
-        return f"{self.flag} is not supported with {self.beside}: {self.reason}; {self.remedy}"
-
-
-class Refused(ConfigurationError):
-    """Its line is that of the first of `rows`, which are all that the arguments ask for."""
-
-    def __init__(self, rows: Sequence[Refusal]):
-        super().__init__(str(rows[0]))
-        self.rows = rows
-
-
-def refuse(table: Sequence[Refusal], args: Namespace) -> None:
-    """Raise Refused for what `args` ask for of `table`."""
-    if rows := [refusal for refusal in table if refusal.is_asked(args)]:
-        raise Refused(rows)
-
-
-def refuse_unsupported(args: Namespace) -> None:
-    """Raise ConfigurationError for the first flag that `--use-asynchzp` does not support."""
-    refuse(REFUSALS, args)
-
-
-# --- how the tables are written ----------------------------------------------------------------
-
-
-def given(example: str) -> Refusal:
-    """Refused where the argument holds anything but None, False, 0 and the empty list."""
-    name = argument_of(example)
-    return Refusal(example, lambda args: bool(getattr(args, name, None)), is_decided_by_flag=True)
-
-
-def other_than(example: str, *allowed: object) -> Refusal:
-    """Refused with all values but `allowed`."""
-    name = argument_of(example)
-    *others, last = map(str, allowed)
-    condition = f"other than {', '.join(others)} and {last}" if others else f"other than {last}"
-    return Refusal(
-        example,
-        lambda args: getattr(args, name, allowed[0]) not in allowed,
-        condition,
-        is_decided_by_flag=True,
-    )
-
-
-def equal_to(example: str) -> Refusal:
-    """Refused with the value of the example alone."""
-    name, value = argument_of(example), example.split()[1]
-    return Refusal(
-        example, lambda args: getattr(args, name, None) == value, value, is_decided_by_flag=True
-    )
-
-
-def because(
-    reason: str, remedy: str, *rows: str | Refusal, beside: str = "--use-asynchzp"
-) -> tuple[Refusal, ...]:
-    """Rows with one reason and one remedy. A string stands for `given` with that example."""
-    made = (given(row) if isinstance(row, str) else row for row in rows)
-    return tuple(replace(row, reason=reason, remedy=remedy, beside=beside) for row in made)
-
-
-def argument_of(example: str) -> str:
-    """The name of the argument of the flag that `example` begins with."""
-    return example.split()[0].removeprefix("--").replace("-", "_")
-
-
-def _is_fp32(dtype: object) -> bool:
-    """dtype: a word before Megatron's validation, a torch.dtype after it."""
-    return str(dtype) in ("fp32", "torch.float32")
-
-
-def _has_own_graphs(args: Namespace) -> bool:
-    """Whether Megatron captures layers by itself."""
-    return args.cuda_graph_impl == "local"
-
-
-def _offloads(args: Namespace) -> bool:
-    """Whether optimizer states are on the host, before and after `take_offload`."""
-    return bool(args.optimizer_cpu_offload or getattr(args, "asynchzp_offload", 0))
-
-
-def captures_layers(args: Namespace) -> bool:
-    """Whether single layers are captured."""
-    is_old_name = getattr(args, "external_cuda_graph", False)
-    return is_old_name or args.cuda_graph_impl in ("transformer_engine", "local")
-
-
-def captures(args: Namespace, *parts: str) -> bool:
-    """Whether one of `parts` of a layer is captured: all are where no part is named."""
-    named = _named_parts(args)
-    return not named or any(part in named for part in (*parts, "full"))
-
-
-def _named_parts(args: Namespace) -> list[str]:
-    # By versions of megatron-core, and before and after Megatron's own validation.
-    names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
-    named = next(filter(None, (getattr(args, name, None) for name in names)), ())
-    return [getattr(part, "name", part) for part in named]
-
-
-def _pads_experts(args: Namespace) -> bool:
-    """Whether each expert gets as many tokens in every step, so that the host need not ask."""
-    has_capacity = args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor
-    return bool(has_capacity) and args.moe_token_dispatcher_type == "alltoall"
-
-
-# --- the table ---------------------------------------------------------------------------------
+LATE_GRADS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    (
+        "--calculate-per-token-loss",
+        lambda s: s.calculate_per_token_loss,
+        "it scales the gradients when backward is over",
+    ),
+    (
+        "--sequence-parallel --tensor-model-parallel-size 2",
+        lambda s: s.sequence_parallel and s.tensor_model_parallel_size > 1,
+        "the gradients of every layer's norms are summed over the tensor-parallel ranks when "
+        "backward is over",
+    ),
+    (
+        "--qk-layernorm --tensor-model-parallel-size 2",
+        lambda s: s.qk_layernorm and s.tensor_model_parallel_size > 1 and not s.sequence_parallel,
+        "the gradients of these norms are summed over the tensor-parallel ranks when backward is "
+        "over",
+    ),
+    ("--optimizer muon", lambda s: "muon" in (s.optimizer or ""), "it needs whole matrices"),
+)
+"""Where gradients change after backward, so that nothing is updated before: a command line, whether
+settings ask for it, and why."""
 
 _DROP = "drop the flag"
 _CAPTURING = "--cuda-graph-impl transformer_engine"
 _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
 _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds only a shard"
 
-REFUSALS: tuple[Refusal, ...] = (
+REFUSALS: tuple[Rule, ...] = (
     *because(
         "only graphs of layers work: a whole step in one graph has run with the engine alone",
         "use --cuda-graph-impl transformer_engine or local",
         other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine", "local"),
-        Refusal(
+        refusal(
             "--cuda-graph-impl local --cuda-graph-scope full_iteration",
-            lambda args: _has_own_graphs(args) and "full_iteration" in _named_parts(args),
+            lambda s: has_own_graphs(s) and "full_iteration" in named_parts(s),
             "local with --cuda-graph-scope full_iteration",
         ),
         "--enable-cuda-graph",
@@ -165,12 +69,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-asynchzp and without",
         "use --cuda-graph-impl transformer_engine with --cuda-graph-modules attn moe_router "
         "moe_preprocess",
-        Refusal(
+        refusal(
             "--cuda-graph-impl local --num-experts 4",
-            lambda args: (
-                _has_own_graphs(args)
-                and args.num_experts
-                and (_named_parts(args) or not _pads_experts(args))
+            lambda s: (
+                has_own_graphs(s) and s.num_experts and (named_parts(s) or not pads_experts(s))
             ),
             "local with experts that are not padded to a capacity, or with parts of layers",
         ),
@@ -178,9 +80,9 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "Megatron's own graphs have been tested with layers of Transformer Engine alone",
         "use --transformer-impl transformer_engine",
-        Refusal(
+        refusal(
             "--cuda-graph-impl local --transformer-impl local",
-            lambda args: _has_own_graphs(args) and args.transformer_impl == "local",
+            lambda s: has_own_graphs(s) and s.transformer_impl == "local",
             "local with --transformer-impl local",
         ),
     ),
@@ -188,9 +90,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron's own graphs change scales while they are captured, so that losses are others "
         "than without graphs, with --use-asynchzp and without",
         "use --cuda-graph-impl transformer_engine, or another --fp8-recipe",
-        Refusal(
+        refusal(
             "--cuda-graph-impl local --fp8-format hybrid --fp8-recipe delayed",
-            lambda args: _has_own_graphs(args) and args.fp8 and args.fp8_recipe == "delayed",
+            lambda s: has_own_graphs(s) and s.fp8 and s.fp8_recipe == "delayed",
             "local with --fp8-recipe delayed",
         ),
     ),
@@ -199,14 +101,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "name --cuda-graph-modules attn moe_router moe_preprocess, or add "
         "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity with "
         "--moe-token-dispatcher-type alltoall",
-        Refusal(
+        refusal(
             f"{_CAPTURING} --num-experts 4",
-            lambda args: (
-                captures_layers(args)
-                and not _has_own_graphs(args)
-                and args.num_experts
-                and captures(args, "moe")
-                and not _pads_experts(args)
+            lambda s: (
+                captures_layers(s)
+                and not has_own_graphs(s)
+                and s.num_experts
+                and captures(s, "moe")
+                and not pads_experts(s)
             ),
             "transformer_engine with experts within that are not padded to a capacity",
         ),
@@ -214,12 +116,12 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "a pipeline's graphs are captured for one number of micro-batches",
         "use one --global-batch-size",
-        Refusal(
+        refusal(
             f"{_CAPTURING} --pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
-            lambda args: (
-                captures_layers(args)
-                and args.pipeline_model_parallel_size > 1
-                and args.step_batch_size_schedule
+            lambda s: (
+                captures_layers(s)
+                and s.pipeline_model_parallel_size > 1
+                and s.step_batch_size_schedule
             ),
             "other than none with pipelines and --step-batch-size-schedule",
         ),
@@ -227,9 +129,9 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "beside sharded parameters that has not been tested in a captured layer",
         "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
-        Refusal(
+        refusal(
             f"{_CAPTURING} --fp16",
-            lambda args: captures_layers(args) and (args.fp16 or not args.bf16),
+            lambda s: captures_layers(s) and (s.fp16 or not s.bf16),
             "other than none without --bf16",
         ),
     ),
@@ -251,28 +153,33 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "layers quantise what is gathered, which has not been tested in fp16",
         "use --bf16",
-        Refusal("--fp8-format hybrid --fp16", lambda args: args.fp8 and args.fp16, "with --fp16"),
-        Refusal("--fp4-format e2m1 --fp16", lambda args: args.fp4 and args.fp16, "with --fp16"),
+        refusal(
+            "--fp8-format hybrid --fp16", lambda s: s.fp8 and s.fp16, "with --fp16", setting="fp8"
+        ),
+        refusal(
+            "--fp4-format e2m1 --fp16", lambda s: s.fp4 and s.fp16, "with --fp16", setting="fp4"
+        ),
     ),
     *because(
         "Megatron's own layers compute in bf16 whatever it says",
         "use --transformer-impl transformer_engine",
-        Refusal(
+        refusal(
             "--fp8-format hybrid --transformer-impl local",
-            lambda args: args.fp8 and args.transformer_impl == "local",
+            lambda s: s.fp8 and s.transformer_impl == "local",
             "with local layers",
+            setting="fp8",
         ),
     ),
     *because(
         "a recomputed MLP returns its bias, which autograd then takes for a result of it: backward "
         "does not end, with --use-asynchzp and without",
         "use --disable-bias-linear, or leave mlp out",
-        Refusal(
+        refusal(
             "--recompute-modules mlp --recompute-granularity selective",
-            lambda args: (
-                args.recompute_granularity == "selective"
-                and "mlp" in (args.recompute_modules or ())
-                and args.add_bias_linear
+            lambda s: (
+                s.recompute_granularity == "selective"
+                and "mlp" in (s.recompute_modules or ())
+                and s.add_bias_linear
             ),
             "mlp with biases",
         ),
@@ -285,27 +192,28 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "the states of Muon belong to whole matrices, and are not updated unit by unit",
         "use --optimizer adam or sgd, or drop --optimizer-cpu-offload",
-        Refusal(
+        refusal(
             "--optimizer-cpu-offload --optimizer muon",
-            lambda args: _offloads(args) and "muon" in args.optimizer,
+            lambda s: offloads(s) and "muon" in (s.optimizer or ""),
             "with muon",
         ),
     ),
     *because(
         "copies run beside updates, for which both ends have to be pinned",
         "drop the flag, or --optimizer-cpu-offload",
-        Refusal(
+        refusal(
             "--no-pin-cpu-params --optimizer-cpu-offload",
-            lambda args: _offloads(args) and not args.pin_cpu_params,
+            lambda s: offloads(s) and not s.pin_cpu_params,
             "with --optimizer-cpu-offload",
+            setting="pin_cpu_params",
         ),
     ),
     *because(
         "Megatron has no gradient scaler for it",
         "use --bf16",
-        Refusal(
+        refusal(
             "--optimizer muon --fp16",
-            lambda args: args.fp16 and args.optimizer in ("muon", "dist_muon"),
+            lambda s: s.fp16 and s.optimizer in ("muon", "dist_muon"),
             "muon with --fp16",
         ),
     ),
@@ -317,24 +225,24 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "main parameters are kept in fp32",
         _DROP,
-        Refusal(
+        refusal(
             "--main-params-dtype fp16",
-            lambda args: not _is_fp32(args.main_params_dtype),
+            lambda s: not is_fp32(s.main_params_dtype),
             "other than fp32",
         ),
     ),
     *because(
         "gradients of a bf16 model are then added up in bf16, and Adam alone reads them",
         "use --bf16 and --optimizer adam, or drop the flag",
-        Refusal(
+        refusal(
             "--main-grads-dtype bf16 --loss-scale 8",
-            lambda args: (
-                not _is_fp32(args.main_grads_dtype)
+            lambda s: (
+                not is_fp32(s.main_grads_dtype)
                 and (
-                    not args.bf16
-                    or args.optimizer != "adam"
-                    or args.loss_scale
-                    or args.accumulate_allreduce_grads_in_fp32
+                    not s.bf16
+                    or s.optimizer != "adam"
+                    or s.loss_scale
+                    or s.accumulate_allreduce_grads_in_fp32
                 )
             ),
             "bf16 without --bf16, without Adam, with --loss-scale or "
@@ -365,16 +273,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron has the largest scores from Transformer Engine's attention alone, and a replayed "
         "graph does not tell them; weights in FP8 or FP4 have not been tested beside it",
         _DROP_BOTH,
-        Refusal(
+        refusal(
             "--qk-clip --transformer-impl local",
-            lambda args: (
-                args.qk_clip
-                and (
-                    args.transformer_impl == "local"
-                    or captures_layers(args)
-                    or args.fp8
-                    or args.fp4
-                )
+            lambda s: (
+                s.qk_clip
+                and (s.transformer_impl == "local" or captures_layers(s) or s.fp8 or s.fp4)
             ),
             "with local or captured layers, or with layers in FP8 or FP4",
         ),
@@ -382,12 +285,10 @@ REFUSALS: tuple[Refusal, ...] = (
     *because(
         "Megatron takes the weights of a layer for unsplit, and ends without --use-asynchzp too",
         "use --tensor-model-parallel-size 1, or --multi-latent-attention",
-        Refusal(
+        refusal(
             "--qk-clip --tensor-model-parallel-size 2",
-            lambda args: (
-                args.qk_clip
-                and args.tensor_model_parallel_size > 1
-                and not args.multi_latent_attention
+            lambda s: (
+                s.qk_clip and s.tensor_model_parallel_size > 1 and not s.multi_latent_attention
             ),
             "with --tensor-model-parallel-size above 1, without --multi-latent-attention",
         ),
@@ -420,11 +321,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron sums the bias gradients of experts over tensor-parallel ranks, whose shards of "
         "experts differ",
         "add --disable-bias-linear",
-        Refusal(
+        refusal(
             "--num-experts 4 --tensor-model-parallel-size 2",
-            lambda args: (
-                args.num_experts and args.add_bias_linear and args.tensor_model_parallel_size > 1
-            ),
+            lambda s: s.num_experts and s.add_bias_linear and s.tensor_model_parallel_size > 1,
             "with tensor parallelism and biases",
         ),
     ),
@@ -464,5 +363,65 @@ REFUSALS: tuple[Refusal, ...] = (
         "it destroys process groups in the middle of a step, while the engine uses them",
         "drop the flag: Ctrl-C ends a run in one line without it",
         "--exit-signal-handler-for-training",
+    ),
+    *because(
+        "moments are stored in fp32 or bf16",
+        "use bf16",
+        *(
+            refusal(
+                f"--{name} fp16 --use-precision-aware-optimizer",
+                lambda s, name=argument_of(f"--{name}"): (
+                    not is_fp32(word := getattr(s, name)) and "bf" not in str(word)
+                ),
+                "other than fp32 and bf16",
+            )
+            for name in ("exp-avg-dtype", "exp-avg-sq-dtype")
+        ),
+    ),
+    *because(
+        "it has no effect without --use-precision-aware-optimizer",
+        "add that flag",
+        *(
+            refusal(
+                f"--{name} bf16",
+                lambda s, name=argument_of(f"--{name}"): (
+                    "bf" in str(getattr(s, name)) and not s.use_precision_aware_optimizer
+                ),
+                "bf16 without --use-precision-aware-optimizer",
+            )
+            for name in ("exp-avg-dtype", "exp-avg-sq-dtype")
+        ),
+    ),
+    *because(
+        "it is for Adam alone",
+        "use --optimizer adam, or drop the flag",
+        refusal(
+            "--use-precision-aware-optimizer --optimizer sgd",
+            lambda s: s.use_precision_aware_optimizer and s.optimizer != "adam",
+            "without --optimizer adam",
+        ),
+    ),
+    *because(
+        "it is no part of the optimizer states",
+        "give a number from 0 to 1",
+        refusal(
+            "--optimizer-offload-fraction 1.5 --optimizer-cpu-offload",
+            lambda s: s.optimizer_cpu_offload and not 0 <= s.optimizer_offload_fraction <= 1,
+            "below 0 or above 1",
+        ),
+    ),
+    *(
+        rule
+        for example, asks, reason in LATE_GRADS
+        for rule in because(
+            reason,
+            "leave the flag out",
+            refusal(
+                f"--asynchzp-early-update on {example}",
+                lambda s, asks=asks: s.asynchzp_early_update == "on" and asks(s),
+                f"on with {example}",
+                beside=example.split()[0],
+            ),
+        )
     ),
 )

@@ -11,7 +11,6 @@ from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD
-from megatron_asynchzp.mcore.flags.refusals import argument_of
 from megatron_asynchzp.sharding.topology import LONGEST_AXIS, ShardSizes
 
 # What a size has that is not given.
@@ -83,11 +82,11 @@ def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
         return dict.fromkeys(STATES, group_size)
     if not args.use_megatron_fsdp:
         # Experts have the sizes of all others: their flag counts where it is alone.
-        for flag, shards in weight_shards(args).items():
+        for name, shards in weight_shards(args).items():
             if group_size % shards:
                 raise ConfigurationError(
-                    f"{flag} asks for {shards} shards, which do not divide the {group_size} ranks "
-                    "of the sharding group (data x context parallel)"
+                    f"{_given(args, name)} asks for {shards} shards, which do not divide the "
+                    f"{group_size} ranks of the sharding group (data x context parallel)"
                 )
             return {"param": shards, "grad": shards, "optim": instance}
         return {"optim": instance} if instances > 1 else {}
@@ -99,27 +98,30 @@ def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
 
 
 def weight_shards(args: Namespace) -> dict[str, int]:
-    """Ranks over which GTP would shard each weight, by the flag that says so. Megatron refuses what
-    is no multiple of the tensor-parallel size."""
-    found: dict[str, int] = {}
+    """Ranks over which GTP would shard each weight, by the argument that says so. Megatron refuses
+    a number that is no multiple of the tensor-parallel size."""
+    shards_of: dict[str, int] = {}
     for name, tensor in WEIGHT_SHARDS.items():
         asked = getattr(args, name, None) or 0  # megatron-core 0.18 has no such argument
         shards, rest = divmod(asked, getattr(args, tensor) or args.tensor_model_parallel_size)
         if shards > 1 and not rest:
-            found[f"--{name.replace('_', '-')} {asked}"] = shards
-    return found
+            shards_of[name] = shards
+    return shards_of
 
 
-def take_translated(args: Namespace, sizes: ShardSizes, group_size: int) -> list[str]:
+def _given(args: Namespace, name: str) -> str:
+    return f"--{name.replace('_', '-')} {getattr(args, name)}"
+
+
+def describe_translation(args: Namespace, sizes: ShardSizes, group_size: int) -> list[str]:
     """The line to log where flags of another wrapper have become `sizes`, in a sharding group of
-    `group_size` ranks. Takes GTP's out of `args`."""
+    `group_size` ranks."""
     if not translated_sizes(args, group_size):
         return []
     flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
     line = "the flags of another wrapper have become " + " ".join(flags)
-    if found := weight_shards(args):
-        line += f" ({', '.join(found)})"
-        vars(args).update({argument_of(flag): None for flag in found})
+    if names := weight_shards(args):
+        line += f" ({', '.join(_given(args, name) for name in names)})"
     return [line]
 
 

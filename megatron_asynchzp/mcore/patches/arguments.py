@@ -15,7 +15,8 @@ from megatron_asynchzp.mcore.flags.checks import (
     refuse_no_rank,
     refuse_yaml,
 )
-from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments, refuse_unsupported_attention
+from megatron_asynchzp.mcore.flags.pasa import PASA, add_pasa_arguments
+from megatron_asynchzp.mcore.flags.rule_table import refuse_unsupported
 from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
 from megatron_asynchzp.mcore.run.planned import choose_sizes
@@ -44,7 +45,7 @@ def add_arguments(original: Callable, parser: ArgumentParser) -> ArgumentParser:
 def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # noqa: B006, as in Megatron
     is_asynchzp = getattr(args, "use_asynchzp", False)
     if getattr(args, "use_pasa_attention", False):
-        refuse_unsupported_attention(args)
+        refuse_unsupported(args, PASA)
     if is_asynchzp and not torch.distributed.is_initialized():
         refuse_no_rank()
     lines = prepare_args(args) if is_asynchzp else []

@@ -48,7 +48,7 @@ def _spelt(name: str) -> str:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(ArgumentParser(add_help=False))
-    actions = parser._actions  # pyright: ignore[reportPrivateUsage]
+    actions = parser._actions
     flags = (action.option_strings for action in actions if action.dest == name)
     return next((words[0] for words in flags if words), name)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.config import AUTO, STATES
-from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
+from megatron_asynchzp.mcore.flags.megatron_settings import captures, captures_layers
 from megatron_asynchzp.mcore.flags.shard_sizes import automatic_states, describe_cuts, node_size
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.planner.activations import (

@@ -92,8 +92,9 @@ class RunSettings:
         """args: validated, with the shard sizes that prepare_args resolved, or a plan of stock
         Megatron, which has (1, 1, 1)."""
         config = config_of(args)
-        numbers = (1 if size in (None, AUTO) else size for size in config.shard_sizes.values())
-        sizes = ShardSizes(*numbers).with_short_axes(sharding_ranks_per_node(args))
+        given = config.shard_sizes.values()
+        param, grad, optim = (1 if size in (None, AUTO) else int(size) for size in given)
+        sizes = ShardSizes(param, grad, optim).with_short_axes(sharding_ranks_per_node(args))
         return cls.of(config, args, sizes)
 
 

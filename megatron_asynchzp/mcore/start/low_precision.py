@@ -90,7 +90,7 @@ def _keeps(layer: Any, config: Any) -> bool:
 
 
 def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None:
-    """Let the weights of layers that compute in FP8 travel as codes (can_send_codes)."""
+    """Let the weights of layers that compute in FP8 travel as codes (can_gather_in_fp8)."""
     from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer
     from transformer_engine.pytorch import fp8  # pyright: ignore[reportMissingImports]

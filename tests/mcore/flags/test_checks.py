@@ -28,7 +28,9 @@ def test_arguments_are_left_alone_when_the_run_is_refused(parse):
 @pytest.mark.parametrize("fraction", ["-0.5", "1.01", "nan"])
 def test_a_part_of_the_optimizer_states_that_is_none_is_refused(parse, fraction):
     args = parse(f"--optimizer-cpu-offload --optimizer-offload-fraction {fraction}")
-    with pytest.raises(ConfigurationError, match=f"--optimizer-offload-fraction {fraction} "):
+    with pytest.raises(
+        ConfigurationError, match="--optimizer-offload-fraction .*; give a number from 0 to 1$"
+    ):
         checks.prepare_args(args)
 
 
@@ -102,9 +104,10 @@ def test_a_budget_for_kept_parameters_is_a_number_or_what_the_device_has_left(pa
     "line, reason",
     [
         ("--calculate-per-token-loss", "--calculate-per-token-loss"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "with --sequence-parallel"),
-        ("--optimizer muon", "--optimizer muon"),
-        ("--optimizer dist_muon", "--optimizer dist_muon"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel"),
+        ("--tensor-model-parallel-size 2 --qk-layernorm", "--qk-layernorm"),
+        ("--optimizer muon", "--optimizer"),
+        ("--optimizer dist_muon", "--optimizer"),
     ],
 )
 def test_early_updates_are_off_where_gradients_change_after_backward_and_on_is_refused(
@@ -113,7 +116,7 @@ def test_early_updates_are_off_where_gradients_change_after_backward_and_on_is_r
     args = parse(line)
     checks.prepare_args(args)
     assert schedule_of(args).early_update == "off"
-    with pytest.raises(ConfigurationError, match=f"^--asynchzp-early-update on: {reason}"):
+    with pytest.raises(ConfigurationError, match=f"^--asynchzp-early-update is .* with {reason}: "):
         checks.prepare_args(parse(f"{line} --asynchzp-early-update on"))
 
 

@@ -5,26 +5,29 @@
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS
-from megatron_asynchzp.mcore.flags.refusals import REFUSALS, refuse
+from megatron_asynchzp.mcore.flags.refusals import REFUSALS
+from megatron_asynchzp.mcore.flags.rules import refuse
 
 TABLES = {"--use-asynchzp": REFUSALS, "--use-pasa-attention": PASA_REFUSALS}
 
 
 @pytest.mark.parametrize("beside", TABLES)
 def test_a_plain_run_is_not_refused(parse, beside):
-    refuse(TABLES[beside], parse(beside))
+    refuse(TABLES[beside], MegatronSettings(parse(beside)))
 
 
 @pytest.mark.parametrize("row", [*REFUSALS, *PASA_REFUSALS], ids=lambda row: row.flag)
 def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, parse, row):
-    assert row.flag in {flag for action in parser._actions for flag in action.option_strings}
-    args, table = parse(f"{row.beside} {row.example}"), TABLES[row.beside]
-    assert [other.flag for other in table if other.is_asked(args)] == [row.flag]
+    action = next(action for action in parser._actions if row.flag in action.option_strings)
+    assert action.dest == row.setting
+    args, table = MegatronSettings(parse(f"{row.of} {row.example}")), TABLES[row.of]
+    assert [other.flag for other in table if other.applies(args)] == [row.flag]
     with pytest.raises(ConfigurationError) as refused:
         refuse(table, args)
     line = str(refused.value)
-    assert line.startswith(f"{row.flag} is not supported with {row.beside}: ")
+    assert line.startswith(f"{row.flag} is not supported with {row.beside or row.of}: ")
     assert row.reason in line and row.remedy in line and "\n" not in line
 
 
@@ -51,7 +54,7 @@ _PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
     ],
 )
 def test_experts_are_captured_only_where_the_host_knows_their_tokens(parse, line, is_refused):
-    rows = [str(row) for row in REFUSALS if row.is_asked(parse(line))]
+    rows = [str(row) for row in REFUSALS if row.applies(MegatronSettings(parse(line)))]
     assert len(rows) == is_refused
     assert all("--moe-pad-expert-input-to-capacity" in row for row in rows)
 
@@ -75,5 +78,5 @@ def test_experts_are_captured_only_where_the_host_knows_their_tokens(parse, line
     ],
 )
 def test_megatrons_own_graphs_are_taken_where_their_numbers_are_those_without(parse, line, reason):
-    rows = [str(row) for row in REFUSALS if row.is_asked(parse(line))]
+    rows = [str(row) for row in REFUSALS if row.applies(MegatronSettings(parse(line)))]
     assert len(rows) == bool(reason) and all(reason in row for row in rows)

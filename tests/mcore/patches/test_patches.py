@@ -225,6 +225,14 @@ def test_without_use_asynchzp_a_replacement_passes_its_arguments_on(
     assert signature.bind(*args, **kwargs).arguments == given
 
 
+def test_a_stock_run_in_the_process_of_ours_has_no_settings_of_it(monkeypatch):
+    ours = Run(Namespace(), RunSettings(ShardSizes(1, 1, 1)), None, None)
+    monkeypatch.setattr(Run, "_current", ours)
+    assert Run.current_settings() is ours.settings
+    Run.begin(Namespace(use_asynchzp=False))
+    assert Run.current_settings() is None
+
+
 def test_in_018_a_common_state_among_the_shards_is_read_by_our_runs_alone(tmp_path, monkeypatch):
     from megatron_asynchzp.checkpoint_files.common_state import COMMON_OBJECT
     from megatron_asynchzp.hf.torch_dist import write_checkpoint

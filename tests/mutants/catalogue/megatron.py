@@ -6,6 +6,61 @@ from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "the-last-rule-decides",
+        "of the rules for one setting the first that applies decides",
+        "mcore/flags/rules.py",
+        "first.setdefault(rule.setting, rule)",
+        "first[rule.setting] = rule",
+        (
+            "tests/mcore/flags/test_changes.py::"
+            "test_what_becomes_of_gathers_in_fp8_depends_on_what_stock_gathers"
+        ),
+    ),
+    Mutant(
+        "translated-to-nothing",
+        "what a translated setting asked for becomes a setting of ours",
+        "mcore/flags/rule_table.py",
+        "own |= rule.becomes(settings)",
+        "pass",
+        (
+            "tests/mcore/test_rounded_adam.py::"
+            "test_the_flags_become_dtypes_and_megatrons_own_optimizer_is_switched_off"
+        ),
+    ),
+    Mutant(
+        "fields-by-the-arguments-name",
+        "a rule says of Megatron's dataclasses what it says of its flags",
+        "mcore/flags/megatron_settings.py",
+        "dict.fromkeys((name, _FIELDS.get(name, name)))",
+        "(name,)",
+        (
+            "tests/mcore/flags/test_megatron_settings.py::"
+            "test_a_rule_says_of_megatrons_dataclasses_what_it_says_of_its_flags"
+        ),
+    ),
+    Mutant(
+        "unread-choices",
+        "a choice that no run can have is refused when the config is made",
+        "mcore/flags/config.py",
+        "            if value == default_of(name):",
+        "            if True:",
+        (
+            "tests/mcore/flags/test_config.py::"
+            "test_a_choice_that_no_run_can_have_is_refused_when_it_is_made_and_names_its_flag"
+        ),
+    ),
+    Mutant(
+        "settings-of-an-earlier-run",
+        "a process runs with the settings that were validated last",
+        "mcore/run/settings.py",
+        "            RunSettings.of_arguments(args) if is_ours else None,",
+        "            RunSettings.of_arguments(args) if is_ours else Run.current_settings(),",
+        (
+            "tests/mcore/patches/test_patches.py::"
+            "test_a_stock_run_in_the_process_of_ours_has_no_settings_of_it"
+        ),
+    ),
+    Mutant(
         "groups-are-not-worked-out",
         "what Megatron's groups refuse is refused before a start",
         "commands/pretended_world.py",

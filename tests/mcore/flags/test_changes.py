@@ -6,28 +6,47 @@ import pytest
 from packaging.version import Version
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags import normalisations
+from megatron_asynchzp.mcore.flags import changes, megatron_settings
+from megatron_asynchzp.mcore.flags.changes import CHANGES
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
-from megatron_asynchzp.mcore.flags.normalisations import (
-    NORMALISATIONS,
-    OVERLAP,
-    normalize_args,
-    refuse_changes,
-)
+from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
+from megatron_asynchzp.mcore.flags.rule_table import change_settings, refuse_changes
+
+# Of rules that ask more of a run than a value other than theirs, a command line that has it.
+_ASKING = {
+    "use_transformer_engine_op_fuser": "--fp8-format hybrid",
+    "exp_avg_dtype": "--use-precision-aware-optimizer",
+    "exp_avg_sq_dtype": "--use-precision-aware-optimizer",
+    "use_torch_optimizer_for_cpu_offload": "--optimizer-cpu-offload",
+    "overlap_cpu_optimizer_d2h_h2d": "--optimizer-cpu-offload",
+    "asynchzp_early_update": "--calculate-per-token-loss",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm --fp16",
+    "delay_wgrad_compute": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+    "optimizer": "--optimizer dist_muon",
+    "exit_signal_handler": "--save runs --save-interval 2",
+    "replication": "--replication --replication-jump 3",
+    "tensor_parallel_num_weight_shards": "--tensor-parallel-num-weight-shards 2",
+    "expert_tensor_parallel_num_weight_shards": "--expert-tensor-parallel-num-weight-shards 2",
+}
+# Their values are those of the command line.
+_READ = {"optimizer", "replication", "overlap_moe_expert_parallel_comm", "eval_interval"}
+_READ |= {name for name in _ASKING if name.endswith("num_weight_shards")}
 
 
-@pytest.mark.parametrize("rule", NORMALISATIONS, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", CHANGES, ids=lambda rule: rule.setting)
 def test_what_asynchzp_replaces_gets_its_value_with_one_line_in_the_log(parser, parse, rule):
-    action = next(action for action in parser._actions if rule.flag in action.option_strings)
-    assert action.dest == rule.name
-    args = parse("--fp8-format hybrid" if rule.name.endswith("op_fuser") else "")
-    setattr(args, rule.name, "given")
-    if rule.is_spared(args):
-        assert any(one.name == rule.name and one is not rule for one in NORMALISATIONS)
-    lines = normalize_args(args)
-    assert getattr(args, rule.name) == rule.value
-    assert sum(line.startswith(f"{rule.name} = {rule.value}: ") for line in lines) == 1
-    assert normalize_args(args) == []
+    action = next(one for one in parser._actions if rule.flag.split()[0] in one.option_strings)
+    assert rule.setting == action.dest or rule.setting in ("replication", "asynchzp_early_update")
+    args = parse(_ASKING.get(rule.setting, ""))
+    if rule.setting not in _READ:
+        setattr(args, rule.setting, "given")
+    own = [one for one in CHANGES if one.setting == rule.setting]
+    deciding = next(one for one in own if one.applies(MegatronSettings(args)))
+    lines = change_settings(args)
+    assert getattr(args, rule.setting) == rule.value
+    told = [line for line in lines if line.startswith(f"{rule.setting} = {rule.value}: ")]
+    assert len(told) == (not deciding.is_silent)
+    assert change_settings(args) == []
 
 
 @pytest.mark.parametrize(
@@ -41,9 +60,9 @@ def test_what_asynchzp_replaces_gets_its_value_with_one_line_in_the_log(parser, 
 def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, value):
     args, plain = parse(line), parse()
     args.bf16 = not args.fp16
-    assert sum(one.startswith(f"{name} = {value}: ") for one in normalize_args(args)) == 1
+    assert sum(one.startswith(f"{name} = {value}: ") for one in change_settings(args)) == 1
     assert getattr(args, name) == value
-    assert f"{name} = " not in " ".join(normalize_args(plain))
+    assert f"{name} = " not in " ".join(change_settings(plain))
 
 
 KEEPS_BIASES = "--delay-wgrad-compute of layers with biases, which keeps gathered ones"
@@ -71,11 +90,11 @@ KEEPS_BIASES = "--delay-wgrad-compute of layers with biases, which keeps gathere
 def test_the_overlapped_schedule_is_left_by_name_beside_what_it_was_not_tested_with(
     parse, line, beside
 ):
-    names = [rule.name for rule in OVERLAP]
+    names = ["overlap_moe_expert_parallel_comm", "delay_wgrad_compute"]
     args = parse(
         f"--overlap-moe-expert-parallel-comm --delay-wgrad-compute --disable-bias-linear {line}"
     )
-    found = [one for one in normalize_args(args) if one.split()[0] in names]
+    found = [one for one in change_settings(args) if one.split()[0] in names]
     assert [getattr(args, name) for name in names] == [beside is None] * 2
     assert len(found) == (0 if beside is None else 2)
     assert all(f"has not been tested beside {beside} (--" in one for one in found)
@@ -96,9 +115,9 @@ def test_the_overlapped_schedule_is_left_by_name_beside_what_it_was_not_tested_w
 def test_fused_operations_are_left_where_their_copies_of_weights_are_not_counted(
     parse, monkeypatch, line, is_kept
 ):
-    monkeypatch.setattr(normalisations, "can_fuse_grads", lambda: True)
+    monkeypatch.setattr(changes, "can_fuse_grads", lambda: True)
     args = parse(f"--use-transformer-engine-op-fuser {line}")
-    lines = normalize_args(args)
+    lines = change_settings(args)
     assert args.use_transformer_engine_op_fuser == is_kept
     assert any("keep a quantised copy of each weight" in one for one in lines) != is_kept
     assert not args.gradient_accumulation_fusion
@@ -129,16 +148,16 @@ _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
 )
 def test_what_becomes_of_gathers_in_fp8_depends_on_what_stock_gathers(parse, line, said, is_lost):
     args = parse(line)
-    lines = normalize_args(args)
+    lines = change_settings(args)
     told = [one for one in lines if one.startswith("fp8_param_gather = False: ")]
     assert len(told) == 1 and said in told[0]
     reused = [one for one in lines if one.startswith("reuse_grad_buf_for_mxfp8_param_ag = ")]
     assert all(said in one for one in reused) and len(reused) == ("--reuse" in line)
-    rules = [rule for rule in NORMALISATIONS if rule.is_in(lines) and "param_" in rule.name]
-    assert {rule.is_lost for rule in rules if "overlap" not in rule.name} == {is_lost}
+    rules = [rule for rule in CHANGES if rule.is_in(lines) and "param_" in rule.setting]
+    assert {rule.is_lost for rule in rules if "overlap" not in rule.setting} == {is_lost}
     assert getattr(args, "asynchzp_sends_codes", False) == (said == "codes")
     assert not args.fp8_param_gather and not args.reuse_grad_buf_for_mxfp8_param_ag
-    again = normalize_args(args)
+    again = change_settings(args)
     assert again == [] and getattr(args, "asynchzp_sends_codes", False) == (said == "codes")
 
 
@@ -154,10 +173,10 @@ INSTALLATIONS = [
 def test_layers_keep_fused_gradients_where_what_they_need_is_installed(
     parse, monkeypatch, modules, version, is_kept
 ):
-    monkeypatch.setattr(normalisations, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr(megatron_settings, "find_spec", lambda name: name in modules)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(version))
     args = parse()
-    normalize_args(args)
+    change_settings(args)
     assert args.gradient_accumulation_fusion == is_kept
     refuse_changes(args)
 
@@ -168,7 +187,7 @@ def test_a_run_without_an_interval_of_evaluations_never_reaches_one(parse, line)
     from megatron.training import training
 
     args = parse(f"{line} --train-iters 10 --eval-iters 2")
-    lines = normalize_args(args)
+    lines = change_settings(args)
     assert sum(line.startswith("eval_interval = ") for line in lines) == 1
     assert args.eval_interval > args.train_iters
     args.eval_global_batch_size = args.global_batch_size  # as Megatron's validation does
@@ -180,7 +199,7 @@ def test_a_run_without_an_interval_of_evaluations_never_reaches_one(parse, line)
 
 def test_an_interval_of_evaluations_that_is_given_is_kept(parse):
     args = parse("--eval-interval 5")
-    assert "eval_interval" not in " ".join(normalize_args(args))
+    assert "eval_interval" not in " ".join(change_settings(args))
     assert args.eval_interval == 5
 
 

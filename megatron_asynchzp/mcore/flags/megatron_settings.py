@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns a read-only view of Megatron's settings by name, and questions about several of them that
+more than one rule asks. Importing this file loads no torch.
+"""
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+# Fields of Megatron's dataclasses that have another name than the argument.
+_FIELDS = {
+    "num_experts": "num_moe_experts",
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "ddp_bucket_size": "bucket_size",
+    "ddp_average_in_collective": "average_in_collective",
+    "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
+    "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": (
+        "param_name_patterns_for_fp32_local_accumulation"
+    ),
+}
+
+
+class MegatronSettings:
+    """Settings by the names of Megatron's arguments, from argparse's Namespace or from
+    TransformerConfig, OptimizerConfig and DistributedDataParallelConfig: the first source that has
+    a setting counts, and one that no source has is None.
+    """
+
+    def __init__(self, *sources: Any):
+        self._sources = sources
+
+    def has(self, name: str) -> bool:
+        """Whether a source has the setting; a version of megatron-core may lack it."""
+        return any(hasattr(source, known) for source, known in self._places(name))
+
+    def __getattr__(self, name: str) -> Any:
+        found = (getattr(*place) for place in self._places(name) if hasattr(*place))
+        return next(found, None)
+
+    def _places(self, name: str) -> Iterator[tuple[Any, str]]:
+        return product(self._sources, dict.fromkeys((name, _FIELDS.get(name, name))))
+
+
+def is_fp32(dtype: object) -> bool:
+    """dtype: a word before Megatron's validation, a torch.dtype after it, None without one."""
+    return str(dtype) in ("fp32", "torch.float32", "None")
+
+
+def has_own_graphs(settings: Any) -> bool:
+    """Whether Megatron captures layers by itself."""
+    return settings.cuda_graph_impl == "local"
+
+
+def offloads(settings: Any) -> bool:
+    """Whether optimizer states are on the host, before and after the flag is translated."""
+    return bool(settings.optimizer_cpu_offload or getattr(settings, "asynchzp_offload", 0))
+
+
+def captures_layers(settings: Any) -> bool:
+    """Whether single layers are captured."""
+    is_old_name = getattr(settings, "external_cuda_graph", False)
+    return bool(is_old_name) or settings.cuda_graph_impl in ("transformer_engine", "local")
+
+
+def captures(settings: Any, *parts: str) -> bool:
+    """Whether one of `parts` of a layer is captured: all are where no part is named."""
+    named = named_parts(settings)
+    return not named or any(part in named for part in (*parts, "full"))
+
+
+def named_parts(settings: Any) -> list[str]:
+    """The parts of a layer that are named to be captured."""
+    # By versions of megatron-core, and before and after Megatron's own validation.
+    names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+    named = next(filter(None, (getattr(settings, name, None) for name in names)), ())
+    return [getattr(part, "name", part) for part in named]
+
+
+def pads_experts(settings: Any) -> bool:
+    """Whether each expert gets as many tokens in every step, so that the host need not ask."""
+    has_capacity = settings.moe_pad_expert_input_to_capacity and settings.moe_expert_capacity_factor
+    return bool(has_capacity) and settings.moe_token_dispatcher_type == "alltoall"
+
+
+def has_experts_alone(settings: Any) -> bool:
+    """Whether no layer has a dense MLP, and one micro-batch at a time is between forward and
+    backward."""
+    frequency = settings.moe_layer_freq
+    is_each = frequency == 1 if isinstance(frequency, int) else all(frequency)
+    is_alone = settings.pipeline_model_parallel_size == 1
+    return bool(settings.num_experts and is_each) and is_alone
+
+
+def can_fuse_grads() -> bool:
+    """Whether layers can add weight gradients to main_grad themselves: Megatron asks for apex's
+    extension. Transformer Engine before 2.15 looks for main_grad at the saved weight, which comes
+    back from saved-tensor hooks without it."""
+    if not all(map(find_spec, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))):
+        return False
+    from megatron.core.utils import is_te_min_version
+
+    return is_te_min_version("2.15.0")
+
+
+def can_gather_in_fp8(settings: Any) -> bool:
+    """Whether gathers in FP8 leave every bit as it is: each weight, or each block of 128 x 128,
+    has one scale, which follows from it, and backward computes with the same codes as forward."""
+    is_exact = settings.fp8 and settings.bf16 and settings.fp8_recipe in ("tensorwise", "blockwise")
+    is_tested = not (settings.te_precision_config_file or settings.use_transformer_engine_op_fuser)
+    return bool(is_exact and is_tested) and not os.getenv("NVTE_BACKWARD_OVERRIDE")
+
+
+def gathers_bf16_of_mxfp8(settings: Any) -> bool:
+    """Whether stock Megatron gathers parameters in bf16, into its gradient buffer, and quantises
+    what has arrived (_ParamAndGradBuffer._post_param_sync)."""
+    is_asked = settings.fp8_param_gather and settings.reuse_grad_buf_for_mxfp8_param_ag
+    has_buffers = not (settings.use_megatron_fsdp or settings.use_torch_fsdp2)
+    return bool(is_asked and settings.fp8 and settings.fp8_recipe == "mxfp8" and has_buffers)

@@ -1,0 +1,46 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of what becomes of Megatron's settings, which a start, the dry run, migrate, the
+census and the documentation read; and its application to argparse's Namespace. Importing this file
+loads no torch.
+"""
+
+from argparse import Namespace
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.changes import CHANGES, OWN_SETTINGS
+from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
+from megatron_asynchzp.mcore.flags.pasa import PASA, PASA_REFUSALS
+from megatron_asynchzp.mcore.flags.refusals import REFUSALS
+from megatron_asynchzp.mcore.flags.rules import OURS, Rule, changes, refuse
+
+RULES: dict[str, tuple[Rule, ...]] = {OURS: (*REFUSALS, *CHANGES), PASA: PASA_REFUSALS}
+"""By the flag of ours with which a rule counts."""
+
+
+def refuse_unsupported(args: Namespace, of: str = OURS) -> None:
+    """Raise Refused for what the flag `of` does not support."""
+    refuse(RULES[of], MegatronSettings(args))
+
+
+def change_settings(args: Namespace) -> list[str]:
+    """Change what --use-asynchzp sets or translates, all by the settings as they were given;
+    returns a line for each. A second call changes nothing."""
+    settings = MegatronSettings(args)
+    rules = changes(RULES[OURS], settings)
+    lines = [rule.line(settings) for rule in rules if not rule.is_silent]
+    own = {name: getattr(args, name, default) for name, default in OWN_SETTINGS.items()}
+    for rule in rules:
+        own |= rule.becomes(settings)
+    vars(args).update(own, **{rule.setting: rule.value for rule in rules})
+    return lines
+
+
+def refuse_changes(args: Namespace) -> None:
+    """Raise ConfigurationError for what Megatron's validation switched on again."""
+    held = (rule for rule in RULES[OURS] if not rule.may_change_again)
+    for rule in changes(held, MegatronSettings(args)):
+        raise ConfigurationError(
+            f"Megatron set {rule.setting} to {getattr(args, rule.setting)}, which {OURS} needs to "
+            f"be {rule.value}: {rule.reason}"
+        )

@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a rule about one setting of Megatron is, and how rules are evaluated over settings."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from megatron_asynchzp.errors import ConfigurationError
+
+OURS = "--use-asynchzp"
+
+
+class Verdict(Enum):
+    """What becomes of a setting."""
+
+    REFUSE = "refuse"  # the run does not start
+    SET = "set"  # it gets one fixed value, because the engine does its job or a run needs it
+    TRANSLATE = "translate"  # it gets that value, and what it asked for becomes a setting of ours
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one setting of Megatron with a flag of ours."""
+
+    setting: str  # the name of the argument, see MegatronSettings
+    when: Callable[[Any], Any]  # whether the settings, before and after Megatron's validation, ask
+    verdict: Verdict = Verdict.REFUSE
+    reason: str = ""
+    remedy: str = ""  # of a refusal
+    flag: str = ""
+    of: str = OURS  # the flag of ours with which the rule counts
+    # Of a refusal:
+    example: str = ""  # a command line that is refused; its first word is the flag
+    condition: str = ""  # which values are refused, for the documentation; "" means all of them
+    beside: str = ""  # the flag that the line names in place of `of`
+    is_decided_by_flag: bool = False  # `when` reads this setting alone
+    # Of the others:
+    value: object = None
+    becomes: Callable[[Any], Mapping[str, object]] = lambda settings: {}
+    is_lost: bool = False  # a run goes without what the flag gives it
+    told: Callable[[Any], str] | None = None  # what the log says in place of the reason
+    is_silent: bool = False  # the log says nothing of it
+    may_change_again: bool = False  # Megatron's validation may: a run does not depend on it
+
+    def applies(self, settings: Any) -> bool:
+        """Whether the settings ask for what the rule is about."""
+        is_asked = self.verdict is Verdict.REFUSE or (
+            settings.has(self.setting) and getattr(settings, self.setting) != self.value
+        )
+        return is_asked and bool(self.when(settings))
+
+    def line(self, settings: Any) -> str:
+        """The line of the log about a setting that is changed."""
+        why = self.reason if self.told is None else self.told(settings)
+        return f"{self.setting} = {self.value}: {why} ({self.flag})"
+
+    def is_in(self, log: Sequence[str]) -> bool:
+        """Whether one line of a log is of this rule."""
+        if self.verdict is Verdict.REFUSE:
+            return False
+        own = (line for line in log if line.startswith(f"{self.setting} = {self.value}: "))
+        return any(self.told is not None or self.reason in line for line in own)
+
+    def __str__(self) -> str:
+        beside = self.beside or self.of
+        return f"{self.flag} is not supported with {beside}: {self.reason}; {self.remedy}"
+
+
+class Refused(ConfigurationError):
+    """The settings ask for what `rows` refuse. The line is that of the first."""
+
+    def __init__(self, rows: Sequence[Rule]):
+        super().__init__(str(rows[0]))
+        self.rows = rows
+
+
+def refuse(rules: Iterable[Rule], settings: Any) -> None:
+    """Raise Refused for what the settings ask for of the rules that refuse."""
+    refusing = (rule for rule in rules if rule.verdict is Verdict.REFUSE)
+    if rows := [rule for rule in refusing if rule.applies(settings)]:
+        raise Refused(rows)
+
+
+def changes(rules: Iterable[Rule], settings: Any) -> list[Rule]:
+    """The rules that change a setting: of those for one setting the first that applies."""
+    first: dict[str, Rule] = {}
+    for rule in rules:
+        if rule.verdict is not Verdict.REFUSE and rule.applies(settings):
+            first.setdefault(rule.setting, rule)
+    return list(first.values())
+
+
+# ---- how refusals are written
+
+
+def argument_of(example: str) -> str:
+    """The name of the argument of the flag that `example` begins with."""
+    return example.split()[0].removeprefix("--").replace("-", "_")
+
+
+def refusal(example: str, when: Callable[[Any], Any], condition: str = "", **more: Any) -> Rule:
+    """Refuse where `when` holds of the settings."""
+    flag = example.split()[0]
+    setting = more.pop("setting", argument_of(example))
+    return Rule(setting, when, flag=flag, example=example, condition=condition, **more)
+
+
+def given(example: str) -> Rule:
+    """Refuse any value but None, False, 0 and the empty list."""
+    name = argument_of(example)
+    return refusal(example, lambda settings: bool(getattr(settings, name)), is_decided_by_flag=True)
+
+
+def other_than(example: str, *allowed: object) -> Rule:
+    """Refuse all values but `allowed`, and None of a framework without the setting."""
+    name = argument_of(example)
+    *others, last = map(str, allowed)
+    condition = f"other than {', '.join(others)} and {last}" if others else f"other than {last}"
+    return refusal(
+        example,
+        lambda settings: getattr(settings, name) not in (None, *allowed),
+        condition,
+        is_decided_by_flag=True,
+    )
+
+
+def equal_to(example: str) -> Rule:
+    """Refuse the value of the example alone."""
+    name, value = argument_of(example), example.split()[1]
+    return refusal(
+        example, lambda settings: getattr(settings, name) == value, value, is_decided_by_flag=True
+    )
+
+
+def because(reason: str, remedy: str, *rows: str | Rule, of: str = OURS) -> tuple[Rule, ...]:
+    """Give rows one reason and one remedy. A string stands for `given` with that example."""
+    made = (given(row) if isinstance(row, str) else row for row in rows)
+    return tuple(replace(row, reason=reason, remedy=remedy, of=of) for row in made)
