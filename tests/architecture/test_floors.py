@@ -35,7 +35,7 @@ BUDGETS = {
     "failure": 873,
     "hf": 2860,
     "library": 2827,
-    "mcore": 10140,
+    "mcore": 10320,
     "planner": 4207,
     "sharding": 1745,
     "zero": 5010,
