@@ -221,7 +221,7 @@ class HostStates:
             for param in states.params:
                 forget_grad(param)
         for states in self._units:
-            states.unit.is_cast = True
+            states.unit.shard_is_current = True
         self._make_room()
 
     def _bring(self, states: _UnitStates) -> None:

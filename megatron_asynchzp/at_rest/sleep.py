@@ -37,7 +37,7 @@ class Sleeper:
                 memory cannot be moved.
         """
         for scheduler in self._schedulers:
-            scheduler.between_steps("sleep()")
+            scheduler.check_between_steps("sleep()")
         if level not in (1, 2):
             raise ConfigurationError(
                 f"sleep({level!r}): there is no such level. Use 1, or 2 to move parameters too."

@@ -42,7 +42,7 @@ def mark(scheduler: StepScheduler, name: str) -> None:
 
     It replaces a mark of this name, and takes a bit per element of this rank's optimizer shard.
     """
-    scheduler.between_steps("mark_weights()")
+    scheduler.check_between_steps("mark_weights()")
     scheduler.settle()
     for unit in scheduler.units:
         unit.marks.set(name)
@@ -51,7 +51,7 @@ def mark(scheduler: StepScheduler, name: str) -> None:
 
 def drop_mark(scheduler: StepScheduler, name: str) -> None:
     """Stop recording for `name`."""
-    scheduler.refuse_use()
+    scheduler.check_usable()
     check_mark(scheduler, name)
     scheduler.settle()
     for unit in scheduler.units:
@@ -94,7 +94,7 @@ def stream_units(
     Raises:
         ConfigurationError: if a value was written to, or kept until its memory was reused.
     """
-    scheduler.refuse_use()
+    scheduler.check_usable()
     if since is not None:
         check_mark(scheduler, since)
     with scheduler.streaming() as units:

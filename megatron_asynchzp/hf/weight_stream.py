@@ -177,7 +177,7 @@ class WeightStream:
 
     def _check_model(self, model: Sequence[Any]) -> None:
         for chunk in _chunks(model):
-            chunk.runtime.refuse_use()
+            chunk.runtime.check_usable()
             if chunk.runtime.is_in_step:
                 raise ConfigurationError("within a step: call it after optimizer.step()")
             if self._since is not None:

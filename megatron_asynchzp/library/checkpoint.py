@@ -46,7 +46,7 @@ class ModelCheckpoint:
     def state_dict(self, only_trained: bool) -> dict[str, Any]:
         """Nothing is in flight, or the model is asleep."""
         state: dict[str, Any] = {
-            f"model.{part.name}": part.state_of(self.runtime.at_rest(part.values))
+            f"model.{part.name}": part.state_of(self.runtime.current_values(part.values))
             for part in (self._trained if only_trained else self.parts)
             if part.held.numel
         }

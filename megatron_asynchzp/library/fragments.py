@@ -35,7 +35,7 @@ class TrainedFragment(HeldFragment):
     unit: HZPUnit
     param: nn.Parameter  # `values` for the optimizer
     grad: torch.Tensor  # 1-D fp32
-    is_counted: bool  # whether sums over the ranks take this part, and not that of a replica
+    is_first_replica: bool  # whether sums over the ranks take this part, and not that of a replica
 
 
 def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
@@ -48,4 +48,4 @@ def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
         named = piece.name, piece.shape, own.held, own.values
         given = vars(unit.params[own.index]).items()  # callers build groups by them
         vars(own.param).update(one for one in given if one[0] != SHARDED_AS)
-        yield TrainedFragment(*named, unit, own.param, own.grad, unit.is_counted)
+        yield TrainedFragment(*named, unit, own.param, own.grad, unit.is_first_replica)

@@ -129,9 +129,9 @@ class ShardedParams:
             )
         if use in (torch.Tensor.__repr__, torch.Tensor.__format__) and not unit.is_always_unsharded:
             return f"Parameter {name} of shape {tuple(param.shape)}, in shards"
-        self._runtime.refuse_sleep()
+        self._runtime.check_awake()
         if use is torch.Tensor.copy_ and args[0] is param:
-            self._runtime.refuse_use()
+            self._runtime.check_usable()
             self._runtime.settle()
             self._load(unit, index, args[1])
             return param

@@ -73,7 +73,7 @@ def runtime_of(
         schedule,
         grad_scale=1.0 / len(ranks),
         construction=construction,
-        is_any_model=True,
+        allows_compiled_modules=True,
     )
     if construction is not None:
         construction.close()

@@ -237,7 +237,7 @@ class ShardedModel:
 
         attributes.register_step_pre_hook = register
         optimizer.register_step_post_hook(lambda *call: owner()._after_update())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.refuse_use())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.check_usable())
         optimizer.register_load_state_dict_post_hook(lambda _: owner()._take_over_states())
         for name in ("eval", "train"):  # as Schedule-Free has them, which then writes parameters
             if callable(method := getattr(optimizer, name, None)):
@@ -329,7 +329,7 @@ class ShardedModel:
 
     @outside_inference()
     def _sync_grads(self) -> None:
-        self.runtime.refuse_use()
+        self.runtime.check_usable()
         if not self.runtime.are_grads_synced:
             self._params.refuse_changes()
             self.runtime.sync_grads()
@@ -389,7 +389,7 @@ class ShardedModel:
                 part.values.copy_(part.param.data)
                 part.param.data = part.values
         self.runtime.sync_params(skip_unchanged=True)
-        self.runtime.rest()
+        self.runtime.hide_idle_units()
         self._await_grads()
         if self._host_states is not None:  # what the optimizer's state has may be read next
             self._host_states.settle()
@@ -409,7 +409,7 @@ class ShardedModel:
             for part in self._trained
             if (grad := grad_of(part.param)) is not None and grad.numel()
         ]
-        norms = [torch.linalg.vector_norm(grad) for part, grad in grads if part.is_counted]
+        norms = [torch.linalg.vector_norm(grad) for part, grad in grads if part.is_first_replica]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
@@ -434,7 +434,7 @@ class ShardedModel:
 
         The model's parameters are rebuilt from them at the end; so an average can be evaluated.
         """
-        self.runtime.refuse_use()
+        self.runtime.check_usable()
         if any(unit.is_main_param_away for unit in self.runtime.units):
             raise ConfigurationError(
                 "the values of the optimizer's parameters cannot be changed where they are on the "
@@ -443,7 +443,7 @@ class ShardedModel:
         self.runtime.settle()  # gathers may still read them
         yield
         self.runtime.sync_params()
-        self.runtime.rest()
+        self.runtime.hide_idle_units()
 
     # ---- asleep
 
@@ -505,7 +505,7 @@ class ShardedModel:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state_dict() of this object that a checkpoint was loaded into. Collective."""
-        self.runtime.refuse_use()
+        self.runtime.check_usable()
         self._checkpoint.load_state_dict(state)
         self._take_over_states()
 
@@ -575,7 +575,7 @@ class ShardedModel:
         since: str | None = None,
     ) -> Iterator[WholeUnit]:
         """Check a stream's arguments on all ranks, then yield its units. `call` is for messages."""
-        self.runtime.between_steps(call.partition("(")[0] + "()")
+        self.runtime.check_between_steps(call.partition("(")[0] + "()")
         size = dist.get_world_size(self._group)
         calls: list[Any] = [None] * size
         dist.all_gather_object(calls, call, group=self._group)
@@ -603,7 +603,7 @@ class ShardedModel:
                 model's holds. A mapping may read each from a file. A tied weight has one name.
             source: Rank of the group.
         """
-        self.runtime.refuse_use()
+        self.runtime.check_usable()
         self.runtime.settle()
         is_source = dist.get_rank(self._group) == source
         targets = loadable_tensors(self.model)

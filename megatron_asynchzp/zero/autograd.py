@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns where a model and autograd meet the engine: module and gradient hooks, and the state of the
-micro-batch that runs.
-"""
+"""Owns where a model and autograd meet the engine: hooks and the running micro-batch."""
 
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -29,8 +27,8 @@ from megatron_asynchzp.zero.captured_grads import CapturedGrads
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.grad_hooks import GradHooks
 from megatron_asynchzp.zero.guard import NO_GRAPHS, Answer, new_guarded_class
+from megatron_asynchzp.zero.manual_region import ManualRegion
 from megatron_asynchzp.zero.params import check_kept_views
-from megatron_asynchzp.zero.part import Part
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler, StepState
@@ -42,22 +40,17 @@ _Units = Sequence[HZPUnit]
 
 @dataclass
 class _MicroBatch:
-    """The forward and backward that run now.
-
-    kind: see StepScheduler.meet;
-    calls: of a unit's modules in this forward; depth: how many of them have not returned;
-    started_backward: units whose gradients are not on their way yet; reduced: those whose gradients
-    are, in this backward; read_within: see [Note: backward within a forward]; part: units of the
-    part that runs, None outside of parts.
-    """
+    """The forward and backward that run now."""
 
     in_backward: bool = False
-    part: frozenset[HZPUnit] | None = None
-    kind: str = "training"
-    calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
-    depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
+    region: frozenset[HZPUnit] | None = None  # units of the manual region that runs
+    kind: str = "training"  # see StepScheduler.barrier_on_kind_change
+    calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])  # in this forward
+    depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])  # calls that still run
+    # Units whose gradients are not being reduced yet, and those whose are, in this backward.
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
     reduced: set[HZPUnit] = field(default_factory=set[HZPUnit])
+    # See [Note: backward within a forward].
     read_within: set[HZPUnit] = field(default_factory=set[HZPUnit])
 
 
@@ -93,14 +86,15 @@ class HZPRuntime(StepScheduler):
         last one   unit:  and then G to O and over the replicas
         step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
 
-    root: the module whose call is one forward.
-    plans: a partition of its parameters.
-    groups: communicators by group key of the plans.
-    construction: under which `root` was built, if its modules are sharded already.
-    fuses_grads: whether layers write weight gradients to main_grad themselves ([Note: fused
-        gradients]); is_any_model: whether modules may be of any form, so that torch.compile may
-        trace their calls, which leaves out the hooks, and backward may begin in their midst
-        ([Note: saved views]); the rest is as in StepScheduler.
+    Args:
+        root: The module whose call is one forward.
+        plans: A partition of its parameters.
+        groups: Communicators by group key of the plans.
+        schedule: See StepScheduler, as for `driver`, `grad_scale` and `budgets`.
+        construction: Holds the shards, if modules were sharded while they were built.
+        fuses_grads: Layers write weight gradients to main_grad ([Note: fused gradients]).
+        allows_compiled_modules: Modules may have any form: torch.compile may trace their calls,
+            which leaves out the hooks, and backward may begin in their midst ([Note: saved views]).
     """
 
     def __init__(
@@ -114,12 +108,16 @@ class HZPRuntime(StepScheduler):
         construction: Construction | None = None,
         fuses_grads: bool = False,
         budgets: KeepBudgets | None = None,
-        is_any_model: bool = False,
+        allows_compiled_modules: bool = False,
     ):
         self._fuses_grads = fuses_grads
-        self._around: Callable[[Any], Any] = torch.compiler.disable if is_any_model else _as_it_is  # pyright: ignore[reportUnknownMemberType]
+        self._around: Callable[[Any], Any] = (
+            torch.compiler.disable if allows_compiled_modules else _identity
+        )  # pyright: ignore[reportUnknownMemberType]
         self.group_keys: dict[HZPUnit, str] = {}
-        self._saved_views = SavedViews(self._unshard_saved, may_go_without=not is_any_model)
+        self._saved_views = SavedViews(
+            self._unshard_saved, may_go_without=not allows_compiled_modules
+        )
         self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
@@ -181,8 +179,7 @@ class HZPRuntime(StepScheduler):
             self.grad_hooks.attach(unit, take, takes_all=unit in self._reduce_last)
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
-        """Let a call of the method `name` of `module` be a call of the module, as torch's
-        register_fsdp_forward_method does."""
+        """Let the method `name` count as a call, as torch's register_fsdp_forward_method."""
         method, runtime = getattr(module, name), weakref.proxy(self)
         before, after = hooks_of_call(self._units_of.get(module, []), runtime)
         is_root = module is self._root
@@ -199,25 +196,29 @@ class HZPRuntime(StepScheduler):
 
         setattr(module, name, call)
 
-    def part(self, units: _Units, completes: _Units = (), recomputed: _Units = ()) -> Part:
-        """A part of the model's work that is run by hand, instead of by a call of its modules.
+    def manual_region(
+        self, units: _Units, completes: _Units = (), recomputed: _Units = ()
+    ) -> ManualRegion:
+        """Return a region of the model's work that runs by hand, not by calls of its modules.
 
-        units: whose parameters it reads, in forward or in backward.
-        completes: those of them to whose gradients nothing adds after its backward.
-        recomputed: with which its backward computes again what an earlier part has made.
+        Args:
+            units: Their parameters are read in its forward or backward.
+            completes: Units to whose gradients nothing adds after its backward.
+            recomputed: Units with which its backward recomputes an earlier region.
         """
         if self._fuses_grads:
-            raise RuntimeError("layers that write to main_grad cannot be run in parts")
-        return Part(weakref.proxy(self), list(units), list(completes), list(recomputed))
+            raise RuntimeError(
+                "layers that write to main_grad cannot run in manual regions; set fuses_grads=False"
+            )
+        return ManualRegion(weakref.proxy(self), list(units), list(completes), list(recomputed))
 
     @contextmanager
     def rehearsing(self, leaving_grads: Collection[nn.Parameter] = ()) -> Generator[None]:
-        """Around the capture of CUDA graphs of the modules whose units have a seat, after the
-        gradients of a step or between two: calls belong to no step, and compute with parameters of
-        zeros. Collective.
+        """Wrap the capture of CUDA graphs of modules with a seat, outside of steps. Collective.
 
-        leaving_grads: at the end, the parameters whose gradients the captured backwards add to
-            main_grad, instead of giving them to autograd.
+        Calls within compute with parameters of zeros. At the end `leaving_grads` holds the
+        parameters whose gradients captured backwards add to main_grad, instead of giving them to
+        autograd.
         """
         self.settle()
         seated = [unit for unit in self.units if unit.is_seated]
@@ -231,8 +232,7 @@ class HZPRuntime(StepScheduler):
         self.grad_hooks.renew_accumulators(seated)
 
     def guard(self, answer: Answer) -> None:
-        """From now on `answer` is asked for the result of what uses a parameter that is not
-        gathered, or where it always is, between a backward and the next forward."""
+        """Let `answer` give the result of each use of a parameter that is idle."""
         kinds = {type(param) for unit in self.units for param in unit.params}
         guarded = {kind: new_guarded_class(kind, answer) for kind in kinds}
         for unit in self.units:
@@ -240,10 +240,10 @@ class HZPRuntime(StepScheduler):
             if not unit.is_unsharded:
                 unit.guard.hide()
         self._resting = [unit for unit in self.units if unit.is_always_unsharded]
-        self.rest()
+        self.hide_idle_units()
 
-    def rest(self) -> None:
-        """No forward or backward is under way."""
+    def hide_idle_units(self) -> None:
+        """Let never-sharded parameters notice their use: no forward or backward is under way."""
         for unit in self._resting:
             unit.guard.hide()
 
@@ -258,10 +258,7 @@ class HZPRuntime(StepScheduler):
             self.grad_hooks.remove()
 
     def zero_grads(self, number: int | None = None) -> None:
-        """Start a step, or start it again: forget all gradients and any unfinished backward.
-
-        number: see StepScheduler.zero_grads.
-        """
+        """Start a step, or start it again: forget all gradients and any unfinished backward."""
         self._batch = _MicroBatch()
         self._compute_marks.forget()
         self._captured_grads.forget()
@@ -271,8 +268,7 @@ class HZPRuntime(StepScheduler):
         super().zero_grads(number)
 
     def _announce_fusion(self) -> None:
-        """Tell units whether their layers may overwrite, as the step before has shown: not those
-        that are called twice in a forward, whose gradients add up."""
+        """Tell units whether their layers may overwrite: not if the last step called them twice."""
         for unit in self.units if self._fuses_grads else ():
             if unit.is_trained:
                 can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last
@@ -281,7 +277,7 @@ class HZPRuntime(StepScheduler):
     # ---- called by the hooks, in the order of one micro-batch
 
     def begin_forward(self) -> None:
-        """The root is called: a new micro-batch, or a recomputation within backward."""
+        """Begin a micro-batch, or a recomputation within backward: the root is called."""
         if not self._batch.in_backward and not any(self._batch.depth.values()):
             self._batch.calls.clear()
             self._batch.depth.clear()
@@ -291,31 +287,31 @@ class HZPRuntime(StepScheduler):
                 self.gathers.begin_evaluation()
 
     def end_forward(self) -> None:
-        """The call of the root has returned, or raised an error."""
+        """End the call of the root, which has returned or raised."""
         if not self._batch.in_backward and not torch.is_grad_enabled():
-            self.rest()
+            self.hide_idle_units()
 
     @property
-    def is_in_part(self) -> bool:
-        """Whether a part runs, which says itself when its backward begins and is done."""
-        return self._batch.part is not None
+    def is_in_region(self) -> bool:
+        """Whether a region runs, which says itself when its backward begins and ends."""
+        return self._batch.region is not None
 
     @contextmanager
-    def part_forward(self, units: list[HZPUnit]) -> Generator[None]:
-        """Around the forward of a part that needs `units`."""
-        self._batch.part = frozenset(units)
+    def region_forward(self, units: list[HZPUnit]) -> Generator[None]:
+        """Wrap the forward of a region that needs `units`."""
+        self._batch.region = frozenset(units)
         try:
             self.before_forward(units)
             yield
         finally:
             self.after_forward(units)
-            self._batch.part = None
+            self._batch.region = None
 
     @contextmanager
-    def part_backward(self, units: list[HZPUnit]) -> Generator[None]:
-        """Around the backward of a part that needs `units`."""
+    def region_backward(self, units: list[HZPUnit]) -> Generator[None]:
+        """Wrap the backward of a region that needs `units`."""
         batch = self._batch
-        batch.part, batch.in_backward = frozenset(units), True
+        batch.region, batch.in_backward = frozenset(units), True
         try:
             for unit in units:
                 self._unshard(unit)
@@ -325,17 +321,17 @@ class HZPRuntime(StepScheduler):
             for unit in units:
                 self._reshard(unit)
         finally:
-            batch.part, batch.in_backward = None, False
+            batch.region, batch.in_backward = None, False
 
     def complete(self, units: list[HZPUnit]) -> None:
-        """Nothing adds to the gradients of `units` any more, in this micro-batch."""
+        """Reduce the gradients of `units`, which are complete in this micro-batch."""
         for unit in units:
             self._captured_grads.give(unit)
             self._reduce(unit)
 
     def before_forward(self, units: list[HZPUnit]) -> None:
-        """A module that needs `units` is called."""
-        # First what after_forward undoes, then what can fail.
+        """Unshard `units` before a call of a module that needs them."""
+        # after_forward undoes this, so it comes before anything that can fail.
         self._has_pushed.append(False)
         batch = self._batch
         for unit in units:
@@ -345,14 +341,16 @@ class HZPRuntime(StepScheduler):
             raise ConfigurationError(
                 f"{named} is called while a CUDA graph is captured: {NO_GRAPHS}"
             )
-        self.refuse_use()
-        self.meet(self._batch.kind)
+        self.check_usable()
+        self.barrier_on_kind_change(self._batch.kind)
         if torch.is_grad_enabled():
             self.state = StepState.COLLECTING
         for unit in units:
-            unit.refuse_other_grid()
-            if batch.part is not None and unit not in batch.part:
-                raise RuntimeError(f"{unit.name} is called in a part that does not name it")
+            unit.check_called_in_fp8()
+            if batch.region is not None and unit not in batch.region:
+                raise RuntimeError(
+                    f"{unit.name} is called in a manual region that does not name it; name it there"
+                )
             if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
                 if calls > 1:
@@ -364,7 +362,7 @@ class HZPRuntime(StepScheduler):
         self._compute_marks.begin("forward", units)
 
     def _note_second_call(self, unit: HZPUnit) -> None:
-        """Its gradient is complete with that of the first call, the last one of backward."""
+        """Reduce the unit last: its gradient is complete with that of its first call."""
         if unit.overwrites_main_grads:
             raise RuntimeError(
                 f"{unit.name} is called twice in a forward of step {self.step} and was not in the "
@@ -374,7 +372,7 @@ class HZPRuntime(StepScheduler):
         self._reduce_last.add(unit)
 
     def after_forward(self, units: list[HZPUnit]) -> None:
-        """The call has returned, or raised an error."""
+        """Reshard `units` after the call, which has returned or raised."""
         if self._has_pushed.pop():
             self._saved_views.pop()
         if self.driver.has_failed():
@@ -392,7 +390,7 @@ class HZPRuntime(StepScheduler):
                     check_kept_views(unit.name, pointer, self._root, modules)
 
     def before_backward(self, units: list[HZPUnit]) -> None:
-        """A gradient has reached an output of the module of `units`."""
+        """Unshard `units`: a gradient has reached an output of their module."""
         if torch.is_grad_enabled():
             # A backward that builds a graph (that of a gradient's norm): the backward of that graph
             # reads parameters again, where it likes.
@@ -419,9 +417,11 @@ class HZPRuntime(StepScheduler):
 
     @property
     def _is_within_forward(self) -> bool:
-        """[Note: backward within a forward] A module asks for gradients in its forward (forces are
-        those of an energy), and goes on to compute: what computes stays gathered, what else is read
-        is dropped at the end, and nothing is reduced. The backward of what comes of it follows."""
+        """Whether a module in its forward has called backward (forces are gradients of an energy).
+
+        [Note: backward within a forward] Units that compute stay unsharded, others that are read
+        are resharded at the end, and nothing is reduced. The backward of the result follows.
+        """
         return bool(self._has_pushed) and not self._batch.in_backward
 
     def _read_within(self, unit: HZPUnit) -> None:
@@ -437,8 +437,7 @@ class HZPRuntime(StepScheduler):
         self._batch.read_within.clear()
 
     def _unshard_saved(self, unit: HZPUnit) -> None:
-        """Unshard `unit` where a saved view is read, maybe before a gradient is at an output that
-        its module is known to have: its tensors may be hidden in an object, or kept elsewhere."""
+        """Unshard `unit` where a saved view is read, maybe before a known output has a gradient."""
         if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
             if self._is_within_forward:
                 self._read_within(unit)
@@ -447,7 +446,7 @@ class HZPRuntime(StepScheduler):
         self._unshard(unit)
 
     def after_backward(self, units: list[HZPUnit]) -> None:
-        """The backward of the module of `units` is done."""
+        """Reshard `units` and reduce their gradients: the backward of their module is done."""
         if self._is_within_forward:
             return
         self._begin_backward()
@@ -462,7 +461,7 @@ class HZPRuntime(StepScheduler):
                 self._reduce(unit)
 
     def end_backward(self) -> None:
-        """Autograd is done with this micro-batch: reduce the remaining units, in unit order."""
+        """Reduce the remaining units, in unit order: autograd is done with this micro-batch."""
         self._compute_marks.end("backward", self.units)
         for unit in self.units:
             self._captured_grads.take(unit)
@@ -472,11 +471,11 @@ class HZPRuntime(StepScheduler):
         self._batch.started_backward.clear()
         self._batch.reduced.clear()
         self._batch.in_backward = False
-        self.rest()
+        self.hide_idle_units()
 
     def _unshard(self, unit: HZPUnit) -> None:
         if unit.is_always_unsharded:
-            unit.guard.reveal()  # and not before: who uses it without a call gets it up to date
+            unit.guard.reveal()  # not before: a use without a call must get it up to date
         # What is made here outlives an inference mode, which would mark it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
@@ -500,19 +499,18 @@ class HZPRuntime(StepScheduler):
 # ---- hooks
 
 
-def _as_it_is(hook: Any) -> Any:
+def _identity(hook: Any) -> Any:
     return hook
 
 
 @contextmanager
-def _apart() -> Generator[None]:
+def _outside_modes() -> Generator[None]:
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 
 def _without_modes() -> AbstractContextManager[None]:
-    """Around the engine's own operations: modes of the model (selective checkpointing, a counter of
-    operations) would keep their results, or count them, and torch.func's would wrap them."""
+    """Hide the engine's operations from modes (checkpointing, counters) and torch.func."""
     has_modes = torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
-    return _apart() if has_modes or is_transformed else _NOTHING
+    return _outside_modes() if has_modes or is_transformed else _NOTHING

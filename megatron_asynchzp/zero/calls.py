@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one call of a module: the engine hears before and after it, and when its backward begins
-and is done.
-"""
+"""Owns the hooks of a module call: before and after it, and where its backward begins and ends."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,16 +19,13 @@ _Inputs = dict[str, tuple[torch.dtype, torch.Size, bool]]
 
 
 class Engine(Protocol):
-    """The engine, as it hears of the calls of modules that need `units`.
+    """The engine, as the hooks of module calls see it."""
 
-    is_rehearsing: whether calls are captured into a graph, and are none of a step.
-    is_in_part: whether a part runs, which says itself when its backward begins and is done.
-    """
-
+    # Whether calls are captured into a graph, and belong to no step.
     is_rehearsing: bool
 
     @property
-    def is_in_part(self) -> bool: ...
+    def is_in_region(self) -> bool: ...  # see HZPRuntime
 
     def before_forward(self, units: list[HZPUnit]) -> None: ...
     def after_forward(self, units: list[HZPUnit]) -> None: ...
@@ -39,14 +34,14 @@ class Engine(Protocol):
 
 
 class _Call:
-    """One call of a module: when its backward begins and when it is done.
+    """One call of a module, and the begin and end of its backward.
 
-    [Note: after backward] Each tensor that the module is called with is handed on as a view. It is
-    the oldest node of the module's graph and autograd runs the youngest ready node first
-    (AccumulateGrad before all), so when its gradient is complete those of the module's parameters
-    exist. A module that writes into its input in place leaves that node out of the graph; then the
-    gradient of the tensor before the view says so, which is older still. Containers are left as
-    they are, for the module may write into them: their tensors say so themselves.
+    [Note: after backward] Each input tensor is handed on as a view, the oldest node of the module's
+    graph. Autograd runs the youngest ready node first (AccumulateGrad before all), so when the
+    gradient of the view is complete, those of the module's parameters exist. A module that writes
+    into its input in place leaves that node out of the graph; then the gradient of the tensor
+    before the view tells it, which is older still. Containers are left as they are, because the
+    module may write into them: their tensors have the hook themselves.
     """
 
     def __init__(self, runtime: Engine, units: list[HZPUnit]):
@@ -64,12 +59,7 @@ class _Call:
     def watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same inputs, of which those that carry a gradient are views: one of each, because a
-        module may ask whether two of them are one tensor, with all that was noted on it.
-
-        A parameter among them (a tied weight) is left alone: what comes out would be a view of it
-        that the caller's frame keeps for longer than the unit is gathered.
-        """
+        """Return the inputs with one view for each tensor that carries a gradient."""
         values = [*args, *kwargs.values()]
         if known := {id(value): value for value in values if _carries_grad(value)}:
             views = {number: self._viewed(value) for number, value in known.items()}
@@ -101,18 +91,17 @@ class _Call:
             _before_grad_of(tensor, self.end_backward)
 
     def watch_output(self, output: Any) -> None:
-        """Watch the tensors in the output of the module, which may have any form."""
-        found = (
+        """Hook the tensors in the output, which may have any form."""
+        tensors = (
             [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
         )
-        for tensor in found:
+        for tensor in tensors:
             if tensor.requires_grad:
                 _before_grad_of(tensor, self.begin_backward)
 
 
 def _before_grad_of(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
-    """Let `hook` run when the gradient of `tensor` is complete. A graph gives the same tensor with
-    each replay, and torch would leave a hook of the tensor with the first one's backward."""
+    """Let `hook` run when the gradient of `tensor` is complete, with each replay of a graph."""
     if (node := tensor.grad_fn) is None:
         tensor.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
     else:
@@ -127,7 +116,7 @@ def _carries_grad(value: Any) -> bool:
 def attach_call_hooks(
     module: nn.Module, units: list[HZPUnit], runtime: Engine, around: Callable[[Any], Any]
 ) -> list[RemovableHandle]:
-    """Hook `module`, whose call needs the parameters of `units`. Returns the handles."""
+    """Hook `module`, whose call needs the parameters of `units`, and return the handles."""
     before, after = hooks_of_call(units, runtime)
     return [
         module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
@@ -137,8 +126,11 @@ def attach_call_hooks(
 
 
 def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> SimpleNamespace:
-    """As attach_call_hooks, for a module whose class calls something else than its forward, which
-    no hook of torch hears of: a captured graph. Returns a handle, as torch's for a hook."""
+    """Do the same for a module whose class calls a captured graph, which no hook of torch sees.
+
+    Returns:
+        A handle like torch's.
+    """
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
     captured: _Inputs = {}
@@ -159,27 +151,27 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-    """Return what a graph is captured for of each tensor, by name, that its layer is called with.
-    The first one may come with a name or without."""
-    found = [*tensors_within(args, "its inputs")]
-    found += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
-    names = ["its first tensor", *(name for name, _ in found[1:])]
-    return {name: (one.dtype, one.shape, one.requires_grad) for name, (_, one) in zip(names, found)}
+    """Return dtype, shape and need of a gradient of each tensor input, by name."""
+    tensors = [*tensors_within(args, "its inputs")]
+    tensors += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
+    names = ["its first tensor", *(name for name, _ in tensors[1:])]
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.requires_grad)
+        for name, (_, tensor) in zip(names, tensors)
+    }
 
 
 def _refuse_other_inputs(unit: str, inputs: _Inputs, captured: _Inputs) -> None:
-    """Raise ConfigurationError where `inputs` are not those of the graph: a replay would expand and
-    cast them, stop their gradients, or leave them out. Where it has one, its part of the layer
-    takes no other."""
-    for name, one in inputs.items():
-        known = captured.get(name, None if len(captured) > 1 else one)
-        if known is None or known[:2] != one[:2] or known[2] < one[2]:
+    """Raise ConfigurationError if `inputs` are not those for which the graph was captured."""
+    for name, new in inputs.items():
+        known = captured.get(name, None if len(captured) > 1 else new)
+        if known is None or known[:2] != new[:2] or known[2] < new[2]:
             given, held = (f"{a[0]} {[*a[1]]}" + " that needs a gradient" * a[2] if a else "none"
-                           for a in (one, known))  # fmt: skip
+                           for a in (new, known))  # fmt: skip
             raise ConfigurationError(
-                f"{unit} is called with {name} of {given}, and its CUDA graph was captured with "
-                f"{held}: keep the micro-batch size, the sequence length and what layers are "
-                "called with, or drop --cuda-graph-impl"
+                f"{unit} is called with {name} of {given}, but its CUDA graph was captured with "
+                f"{held}. Keep the micro-batch size, the sequence length and the arguments of "
+                "layers, or drop --cuda-graph-impl."
             )
 
 
@@ -191,7 +183,7 @@ def called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `method` of `module` with the two of hooks_of_call around it, and return its output."""
+    """Call `method` of `module` between the two hooks, and return its output."""
     output = None
     try:
         args, kwargs = before(module, args, kwargs)
@@ -204,7 +196,7 @@ def called(
 def hooks_of_call(
     units: list[HZPUnit], runtime: Engine
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Make the hooks before and after a call that needs the parameters of `units`."""
+    """Return the hooks before and after a call that needs the parameters of `units`."""
     calls: list[_Call] = []
 
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -219,6 +211,6 @@ def hooks_of_call(
             call.watch_output(output)
 
     def is_watched() -> bool:
-        return torch.is_grad_enabled() and not runtime.is_in_part
+        return torch.is_grad_enabled() and not runtime.is_in_region
 
     return pre_forward, post_forward

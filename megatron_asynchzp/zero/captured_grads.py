@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns where captured backwards leave the gradients of parameters that they do not give to
-autograd: each adds them to places whose addresses its graph keeps.
-"""
+"""Owns the places where captured backwards leave gradients that they do not give to autograd."""
 
 from collections import Counter
 from collections.abc import Collection, Generator, Sequence
@@ -15,13 +13,13 @@ from torch import nn
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _Place = tuple[str, int]
-"""Size of a unit, and which one of that size it is in its layer."""
+"""Size of a unit, and its number among those of that size in its layer."""
 
 
 class CapturedGrads:
-    """Units of one size share places, in the dtype of the model, but those of one layer, which are
-    needed together. During the backward of a unit they are that unit's; then its parameters have
-    what is there, as if autograd had given it to them.
+    """Places, in the dtype of the model, which units of one size share unless they share a layer.
+
+    After its backward a unit gets what is there, as if autograd had given it.
 
         main    | zero | B u2 adds | take, reduce u2 | zero | B u1 adds | take, reduce u1 |
     """
@@ -37,8 +35,7 @@ class CapturedGrads:
     def rehearsing(
         self, units: Sequence[HZPUnit], captured: Collection[nn.Parameter]
     ) -> Generator[None]:
-        """Around the capture: `main_grad` of the parameters of `units` is where a captured backward
-        may add its gradient. captured: at the end, those to which one does."""
+        """Wrap the capture; at its end `captured` holds the parameters to which a backward adds."""
         params = [param for unit in units for param in unit.params]
         before: list[Any] = [(param, getattr(param, "main_grad", None)) for param in params]
         in_layer = Counter[tuple[str, str]]()
@@ -57,14 +54,14 @@ class CapturedGrads:
             for param, main_grad in before:
                 param.main_grad = main_grad
         for unit in units:
-            found = [index for index, param in enumerate(unit.params) if param in captured]
-            if found:
-                self._captured[unit] = found
+            indices = [index for index, param in enumerate(unit.params) if param in captured]
+            if indices:
+                self._captured[unit] = indices
         kept = {self._place_of[unit] for unit in self._captured}
         self._places = {place: memory for place, memory in self._places.items() if place in kept}
 
     def begin(self, unit: HZPUnit) -> None:
-        """The backward of `unit` begins, or reaches it again, which adds to what is there."""
+        """Begin the backward of `unit`, or go on with it, which adds to its places."""
         if unit not in self._captured:
             return
         place = self._place_of[unit]
@@ -79,7 +76,7 @@ class CapturedGrads:
             self._places[place].copy_(displaced)
 
     def take(self, unit: HZPUnit) -> None:
-        """The backward of `unit` is done. Its gradients are read before that of another begins."""
+        """Read the gradients of `unit`, whose backward is done, before that of another begins."""
         place = self._place_of.get(unit)
         if place is not None and self._holders.get(place) is unit:
             del self._holders[place]
@@ -99,6 +96,6 @@ class CapturedGrads:
             param.grad = grad if param.grad is None else param.grad + grad
 
     def forget(self) -> None:
-        """No backward is under way, or what it has left does not count."""
+        """Forget what backwards have left: none is under way, or it does not count."""
         self._holders.clear()
         self._displaced.clear()

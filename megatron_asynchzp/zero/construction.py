@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is left of a model's parameters while the model is built: of a module that is complete
-each rank keeps its own part, long before there are units.
-"""
+"""Owns the parameters of a model that is being built, of which each rank keeps its part."""
 
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,19 +28,16 @@ OTHER_UNITS = "its parameters are divided into other units than when it was buil
 
 @dataclass
 class _HeldParam:
-    """The part of one parameter that this rank holds.
-
-    kind: its class before; values: 1-D, its elements that lie in this rank's shard.
-    """
+    """The part of a parameter that this rank holds."""
 
     param: nn.Parameter
-    kind: type
+    kind: type  # its class before
     piece: ParamSlice
-    values: torch.Tensor
+    values: torch.Tensor  # 1-D, its elements in this rank's shard
 
 
 class _Sharded:
-    """Parameters of a module, by name, that will form one unit: laid out, cut, replaced by NaN."""
+    """Parameters of a module that will form one unit: laid out, cut, and replaced by NaN."""
 
     def __init__(
         self, params: Sequence[tuple[str, nn.Parameter]], groups: ShardGroups, group_key: str
@@ -59,7 +54,7 @@ class _Sharded:
         ]
 
     def _held(self, piece: ParamSlice) -> Range:
-        """The elements of a parameter that lie in this rank's shard, in its own coordinates."""
+        """Return the parameter's elements that lie in this rank's shard, in its own coordinates."""
         held = piece.range.intersect(self.range)
         return held.within(piece.range) if held.numel else Range(0, 0)
 
@@ -74,7 +69,7 @@ class _Sharded:
     def new_shard(
         self, parts: Sequence[_HeldParam], device: torch.device | None = None
     ) -> torch.Tensor:
-        """This rank's shard, zero but for the values of `parts`, which are of one dtype."""
+        """Return this rank's shard, zero but for `parts`, which have one dtype."""
         values = parts[0].values
         storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
         buffer = FlatBuffer(self.layout, self.range, storage)
@@ -85,7 +80,7 @@ class _Sharded:
         return storage
 
     def gather(self, device: torch.device | None) -> None:
-        """Make all parameters whole again. Collective over the P group; device: where it runs."""
+        """Make all parameters whole again, on `device`. Collective over the P group."""
         for dtype in dict.fromkeys(part.values.dtype for part in self.parts):
             parts = [part for part in self.parts if part.values.dtype == dtype]
             shard = self.new_shard(parts, device)
@@ -107,13 +102,14 @@ class Construction:
         a weight is read  its unit is gathered and stays whole       (collective)
         take(plan)        the part becomes the shard of a unit
 
-    Nothing of that changes a value, and no random number is drawn: the weights are those of the
-    model built whole.
+    This changes no value and draws no random number: the weights are those of the model built
+    whole.
 
-    groups: communicators by group key.
-    group_key_of: as in plan_units.
-    device: where collectives run, if not where the parameters are.
-    prepare: is given each whole parameter before it is cut.
+    Args:
+        groups: Communicators by group key.
+        group_key_of: As in plan_units.
+        device: Where collectives run, if not where the parameters are.
+        prepare: Called with each whole parameter before it is cut.
     """
 
     def __init__(
@@ -124,8 +120,7 @@ class Construction:
         prepare: Callable[[nn.Parameter], None] | None = None,
     ):
         self.groups = groups
-        self.peak_whole_nbytes = 0
-        """The most bytes of parameters that were whole at once."""
+        self.peak_whole_nbytes = 0  # the most bytes of parameters that were whole at once
         self._group_key_of, self._device, self._prepare = group_key_of, device, prepare
         self._sharded: dict[nn.Parameter, _Sharded] = {}
         self._readers: dict[nn.Parameter, str] = {}
@@ -138,8 +133,8 @@ class Construction:
     def shard(self, module: nn.Module, alone: Collection[nn.Parameter] = ()) -> None:
         """Keep only this rank's part of the parameters of `module`, which is complete.
 
-        alone: parameters that will be units of their own (tied weights). What cannot be sharded
-        yet stays whole: a group that shards no parameters, tensors that are not plain.
+        Those in `alone` will be units of their own (tied weights). Tensors that are not plain, or
+        not sharded by their group, stay whole.
         """
         self.note_whole(module.parameters())
         grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
@@ -170,14 +165,14 @@ class Construction:
         return is_split and is_plain and param.is_floating_point() and not param.is_meta
 
     def note_whole(self, params: Iterable[nn.Parameter]) -> None:
-        """`params` are complete: those that are not sharded are whole now."""
+        """Note that `params` are complete: those that are not sharded are whole now."""
         whole = {*(param for param in params if param not in self._sharded), *self._readers}
         nbytes = sum(param.numel() * param.dtype.itemsize for param in whole)
         self.peak_whole_nbytes = max(self.peak_whole_nbytes, nbytes)
 
-    def _hide(self, part: _HeldParam, one: torch.Tensor) -> None:
-        """Let the parameter be `one` element, expanded, and notice its use."""
-        part.param.data = one.detach().expand(part.piece.shape)
+    def _hide(self, part: _HeldParam, element: torch.Tensor) -> None:
+        """Let the parameter be `element`, expanded, and notice its use."""
+        part.param.data = element.detach().expand(part.piece.shape)
         if part.kind not in self._classes:
             self._classes[part.kind] = new_guarded_class(part.kind, self._answer)
         part.param.__class__ = self._classes[part.kind]
@@ -187,7 +182,7 @@ class Construction:
     def _convert(
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """In the place of `module._apply`, which torch's conversions (bfloat16, cuda, ...) call."""
+        """Convert the parts too, in place of `module._apply` (bfloat16(), cuda(), ...)."""
         parts = [part for sharded in self._modules[module] for part in sharded.parts]
         # As it is called now: adapters are wrapped around layers that are complete.
         names = {param: name for name, param in module.named_parameters()}
@@ -223,32 +218,32 @@ class Construction:
     # ---- the model is complete
 
     def holds(self, param: nn.Parameter) -> bool:
-        """Whether this rank has only a part of `param`."""
+        """Return whether this rank has only a part of `param`."""
         return param in self._sharded
 
     def take(self, plan: UnitPlan) -> torch.Tensor | None:
-        """This rank's shard of the unit, 1-D in the parameters' dtype; None where it is whole.
+        """Return this rank's shard of the unit, 1-D, and leave placeholders; None if it is whole.
 
-        The parameters are placeholders afterwards. Parameters that turn out to form other units are
-        gathered first. Collective over their groups, as all ranks plan the same units.
+        Parameters of other units are gathered first. Collective, because all ranks plan the same
+        units.
         """
         params = [param for _, param in plan.params]
-        found = list(dict.fromkeys(self._sharded[p] for p in params if p in self._sharded))
+        candidates = list(dict.fromkeys(self._sharded[p] for p in params if p in self._sharded))
         fits = (
-            len(found) == 1
-            and found[0].group_key == plan.group_key
-            and [id(param) for param in found[0].params] == [id(param) for param in params]
-            and len({part.values.dtype for part in found[0].parts}) == 1
+            len(candidates) == 1
+            and candidates[0].group_key == plan.group_key
+            and [id(param) for param in candidates[0].params] == [id(param) for param in params]
+            and len({part.values.dtype for part in candidates[0].parts}) == 1
         )
         if not fits:
-            for sharded in found:
+            for sharded in candidates:
                 self._unshard(sharded, OTHER_UNITS)
             return None
-        shard = found[0].new_shard(found[0].parts)
-        for part in found[0].parts:
+        shard = candidates[0].new_shard(candidates[0].parts)
+        for part in candidates[0].parts:
             part.param.__class__ = part.kind
             del self._sharded[part.param]
-        found[0].parts = []
+        candidates[0].parts = []
         return shard
 
     def close(self) -> None:
@@ -260,13 +255,13 @@ class Construction:
         self._modules.clear()
 
     def describe_whole(self, units: Sequence[HZPUnit]) -> list[str]:
-        """One line for each reason why some of `units` stayed whole, with their bytes."""
-        found: dict[str, list[HZPUnit]] = {}
+        """Return a line for each reason why some of `units` stayed whole, with their bytes."""
+        units_of: dict[str, list[HZPUnit]] = {}
         for unit in units:
             reason = next((self._readers[p] for p in unit.params if p in self._readers), None)
             if reason is not None:
-                found.setdefault(reason, []).append(unit)
-        return [_describe(reason, stayed) for reason, stayed in found.items()]
+                units_of.setdefault(reason, []).append(unit)
+        return [_describe(reason, stayed) for reason, stayed in units_of.items()]
 
 
 def _describe(reason: str, units: Sequence[HZPUnit]) -> str:
@@ -283,9 +278,9 @@ def _describe(reason: str, units: Sequence[HZPUnit]) -> str:
 
 
 def _caller() -> str:
-    """The function that uses a parameter: the innermost one that is neither torch's nor ours."""
-    not_it = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    """Return the innermost function on the stack that is neither torch's nor the engine's."""
+    excluded = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(not_it):
+        if not frame.filename.startswith(excluded):
             return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
     return "something"

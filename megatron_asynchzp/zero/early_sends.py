@@ -41,11 +41,7 @@ class EarlySends(EarlyUnits[HZPUnit]):
         self._sends: dict[HZPUnit, _EarlySend] = {}
 
     def choose(self, unit: HZPUnit, grads: Task, step: int) -> bool:
-        """Decide whether `unit`, whose gradient `grads` completes, is sent before the update.
-
-        Args:
-            step: Number of the step, of those that have begun.
-        """
+        """Decide whether `unit`, whose gradient `grads` completes, is sent before the update."""
         update = self.early_update
         if update is None or not self.is_allowed or unit in self.units:
             return False

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the preview of an update: what an optimizer is going to make of a unit's main parameters if
-nothing changes the gradients any more, computed on copies.
-"""
+"""Owns the preview of an update: what an optimizer will make of main parameters, on copies."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +26,7 @@ _UNTIL_NEXT_TRIAL = 64
 
 
 def is_elementwise(optimizer: object) -> bool:
-    """Whether each element of a parameter is known to be updated from that element's gradient and
-    states alone. A class of one's own says so with `is_elementwise = True`."""
+    """Return whether each element is updated from its own gradient and states, as far as known."""
     kind = type(optimizer)
     known = (kind.__module__.partition(".")[0], kind.__name__) in _OF_OTHERS
     return known or kind in _OF_TORCH or getattr(kind, "is_elementwise", False)
@@ -40,22 +37,21 @@ class EarlyUpdate:
 
     [Note: early update] The factor that clips gradients is known when the last gradient is, so an
     optimizer that clips begins after backward. Most steps clip nothing: their factor is exactly 1.
-    So the update of a unit whose gradient is complete is computed with that factor, on copies of
-    its states, and its parameters are sent while backward goes on. When the norm is known, the
-    optimizer updates its states as ever. With a factor of 1 the same arithmetic on the same numbers
-    gives the bits that were sent, and nothing is sent again. Whether it does is compared
-    ([Note: compared with what was sent]); what differs is sent, as without this. No state is
-    written before the norm is known, so nothing is ever undone.
+    So when the gradient of a unit is complete, its update is computed with that factor, on copies
+    of its states, and its parameters are sent while backward goes on. With a factor of 1 the
+    optimizer's own update then gives the bits that were sent. That is compared ([Note: compared
+    with what was sent]), and what differs is sent again. No state is written early, so nothing is
+    undone.
 
-    optimizer: for which `is_elementwise` holds.
-    params_of: of each unit whose gradient nothing changes between its reduction and the clipping:
-        the optimizer's parameters that this rank owns, 1-D views of the unit's main_param.
-    is_forced: all these units, in every step. Otherwise as many as backward has room for; and where
-        three times in a row all had to be sent again, in every 64th step.
-    is_awaited: whether the host waits for the comparison also where it runs ahead of a device, and
-        sends again what differs. Otherwise a difference ends the run.
-    inverse_scale: the factor that takes the loss scale out of the gradients, a 1-element fp32
-        tensor, or None for none.
+    Args:
+        optimizer: One for which `is_elementwise` holds.
+        params_of: For each unit whose gradient nothing changes between its reduction and the
+            clipping, the optimizer's parameters that this rank owns: 1-D views of main_param.
+        is_forced: Send all these units, in every step. Otherwise as many as backward has room for,
+            and after three steps in vain only in every 64th.
+        is_awaited: Where the host runs ahead of a device, it waits for the comparison and sends
+            again what differs. Otherwise a difference ends the run.
+        inverse_scale: Returns the factor that takes the loss scale out, fp32 [1], or None.
     """
 
     def __init__(
@@ -77,8 +73,8 @@ class EarlyUpdate:
         self._step = 0  # to which that belongs
 
     def may_send(self, unit: HZPUnit, step: int) -> bool:
-        """Whether the parameters of `unit` may be sent before the update of step number `step`."""
-        # Somebody may have given it another class since.
+        """Return whether `unit` may be sent before the update of step number `step`."""
+        # The optimizer's class may have been replaced since.
         if unit not in self._params_of or not is_elementwise(self._optimizer):
             return False
         recent = [number for number in self._outcomes if number != step]
@@ -86,18 +82,15 @@ class EarlyUpdate:
         return self.is_forced or not is_vain or step - recent[-1] >= _UNTIL_NEXT_TRIAL
 
     def note_outcome(self, step: int, did_stand: bool) -> None:
-        """Whether anything that was sent in step number `step` was not sent again; once for each
-        model chunk that sent something, and the same on all ranks."""
+        """Note whether the update of step `step` made anything that a chunk had sent."""
         self._outcomes[step] = self._outcomes.pop(step, False) or did_stand
         while len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]
 
     def preview_of(self, unit: HZPUnit, step: int) -> Callable[[torch.Tensor], None]:
-        """Return a function that updates its argument, this rank's main parameters of `unit` (1-D,
-        fp32) or a copy of them, with the gradients and settings as they are then, and nothing else.
+        """Return a function for the thread of a lane that updates a copy of main parameters.
 
-        It is for the thread of a lane. What that reads is collected here, where nobody else
-        changes it. step: the number of the one that runs.
+        The main thread collects here what it reads, because it may change it later.
         """
         optimizer, params = self._optimizer, self._params_of[unit]
         if step != self._step:
@@ -111,9 +104,9 @@ class EarlyUpdate:
         for name, table in attributes.items():
             if isinstance(table, dict):
                 by_param = cast("dict[Any, dict[str, Any]]", table)
-                found = {param: dict(by_param[param]) for param in params if param in by_param}
-                if found or name == "state":
-                    tables[name] = found
+                entries = {param: dict(by_param[param]) for param in params if param in by_param}
+                if entries or name == "state":
+                    tables[name] = entries
         return partial(self._preview, unit, of_params, tables, attributes)
 
     @torch.no_grad()
@@ -128,8 +121,8 @@ class EarlyUpdate:
         main, grads = unit.main_param.storage, unit.main_grad.view(unit.optim_range)
         if (inverse := self._inverse_scale()) is not None:
             grads = grads.clone()
-            found: torch.Tensor = torch.zeros(1, device=grads.device)
-            torch._amp_foreach_non_finite_check_and_unscale_([grads], found, inverse)  # pyright: ignore
+            has_inf: torch.Tensor = torch.zeros(1, device=grads.device)
+            torch._amp_foreach_non_finite_check_and_unscale_([grads], has_inf, inverse)  # pyright: ignore
         groups: dict[int, dict[str, Any]] = {}
         copy_of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for param, group in of_params:
@@ -142,7 +135,7 @@ class EarlyUpdate:
             groups[id(group)]["params"].append(copy)
         if groups:
             own_tables: dict[str, _Table] = {
-                name: {copy_of[one]: _copied(table[one]) for one in copy_of if one in table}
+                name: {copy_of[param]: _copied(table[param]) for param in copy_of if param in table}
                 for name, table in tables.items()
             }
             _step_on(type(self._optimizer), attributes, list(groups.values()), own_tables)
@@ -155,8 +148,7 @@ _Table = dict[Any, dict[str, Any]]
 def step_beside(
     optimizer: torch.optim.Optimizer, of_params: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]
 ) -> None:
-    """Update some parameters, each with its group, as a step of `optimizer` would that comes next
-    and finds no gradient of them: it counts that step."""
+    """Update some parameters, each with its group, as the next step of `optimizer` would."""
     groups: dict[int, dict[str, Any]] = {}
     for param, group in of_params:
         if id(group) not in groups:
@@ -179,15 +171,14 @@ def _step_on(
     groups: list[dict[str, Any]],
     tables: dict[str, _Table],
 ) -> None:
-    """A step of an optimizer of class `kind` with `attributes` and, in their place, `groups` and
-    `tables`, of some of its parameters or copies of them; without the hooks that were put on it."""
-    other = object.__new__(kind)
-    other.__dict__.update(attributes)
-    other.__dict__.pop("step", None)  # a learning rate scheduler counts calls there
+    """Run a step of an optimizer of class `kind` with these states, without hooks put on it."""
+    clone = object.__new__(kind)
+    clone.__dict__.update(attributes)
+    clone.__dict__.pop("step", None)  # a learning rate scheduler counts calls there
     for name, table in tables.items():
-        other.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, table)
-    other.param_groups = groups
-    other.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
+        clone.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, table)
+    clone.param_groups = groups
+    clone.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
     # torch wraps the step of a class once, for hooks of all optimizers: they are not for a copy.
     step: Any = kind.step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(other)
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(clone)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the fingerprint of a tensor's bits, by which what was sent is known again."""
+"""Owns the fingerprint of a tensor's bits, by which sent values are recognised."""
 
 from functools import cache
 
@@ -15,13 +15,11 @@ _FACTOR = -7046029254386353131  # 2^64 over the golden ratio, odd
 
 @torch.no_grad()
 def fingerprint(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A 0-dim int64 tensor, computed where `values` are, from their bits in the order of places.
+    """Return a fingerprint of the bits of `values`, cast to `dtype` first: 0-dim int64.
 
-    values: 1-D, 16 or 32 bits each, a multiple of 4 bytes in all. dtype: to which they are cast
-    first, None for their own.
-
-    Each word of 32 bits counts times a random number of 64 bits of its place, modulo 2^64 (Carter
-    and Wegman, 1979): two tensors that differ have the same with a probability below 2^-32.
+    Each word of 32 bits counts times a random 64-bit number of its place, modulo 2^64 (Carter and
+    Wegman, 1979): two different tensors have the same with a probability below 2^-32. `values` is
+    1-D, of 16 or 32 bits each, and a multiple of 4 bytes.
     """
     at_once = _AT_ONCE.get(values.device.type, _AT_ONCE_ON_DEVICE)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -45,7 +43,7 @@ def _weights(num: int, device: torch.device) -> torch.Tensor:
 
 
 def forget_weights() -> None:
-    """Free what fingerprints keep on devices until the next one is taken."""
+    """Free the memory that fingerprints keep on devices, until the next one is taken."""
     _weights.cache_clear()
 
 

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the parameters in flight: the gathers of units, their places, and the parameter shards that
-are rebuilt after the optimizer.
-"""
+"""Owns the parameters in flight: gathers of units, their places, and shards that are rebuilt."""
 
 import logging
 import math
@@ -31,13 +29,7 @@ _logger = logging.getLogger("megatron_asynchzp")
 
 
 class ParamBudget:
-    """Parameters that stay gathered from one use to a later one: the decision, and the memory that
-    all model chunks of a rank share for it.
-
-    budget: bytes beside those that the chunks need without it.
-    takes_free_memory: whether the budget is to be enlarged, see `take_free_memory`.
-    chunks: who uses it.
-    """
+    """Parameters that the chunks of a rank keep gathered, in at most `budget` bytes."""
 
     def __init__(
         self,
@@ -53,10 +45,7 @@ class ParamBudget:
         self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
 
     def take_free_memory(self, left_nbytes: int) -> None:
-        """Enlarge the budget by the least of what the ranks have left, so that all keep the same.
-
-        left_nbytes: on this rank. Once, between two steps. Collective over all ranks.
-        """
+        """Enlarge the budget, once, by the least that the ranks have left. Collective over all."""
         self.takes_free_memory = False
         least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
         dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
@@ -67,10 +56,10 @@ class ParamBudget:
 
 @dataclass
 class _Gather:
-    """A gather into `place`. task: None once the unit is in use."""
+    """A gather into `place`."""
 
     place: Place
-    task: Task | None
+    task: Task | None  # None once the unit is in use
 
 
 class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
@@ -80,12 +69,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
         param-sync  | u0 | u1 | u2 |                                       after the optimizer
 
-    What is gathered, kept and dropped when is decided by ParamsInFlight.
-
-    nbytes: of memory for gathered parameters.
-    warned: topics of the warnings that were logged, each once.
-    viewed: units of which a view was found when their memory was to be reused.
-    early_sends, use_order: of the chunk.
+    ParamsInFlight decides what is gathered, kept and resharded, and when.
     """
 
     def __init__(
@@ -98,7 +82,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self.early_sends, self.use_order = EarlySends(), UseOrder(units)
-        self.warned: set[str] = set()
+        self.warned: set[str] = set()  # topics of logged warnings, each once
+        # Units of which a view was found when their memory was to be reused.
         self.viewed: set[HZPUnit] = set()
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
         self._syncs: dict[HZPUnit, Task] = {}
@@ -163,7 +148,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 "gather",
                 unit.name,
                 unit.groups.unshard,
-                lambda: unit.gather_for_layers_steps(place.storage),
+                lambda: unit.unshard_for_layers_steps(place.storage),
                 # The last write, and the last readers.
                 ready=(self._shards_written.pop("gather", None), *place.ready),
                 after=(self._syncs.get(unit),),
@@ -175,11 +160,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._await(handle)
         self._syncs.pop(unit, None)  # the gather came after it
         place = handle.place
-        unit.point_at(place.storage, place.views_for(unit.views_key, unit.views_of))
+        unit.to_unsharded(place.storage, place.views_for(unit.views_key, unit.views_of))
 
     def _await(self, handle: _Gather) -> None:
         task, handle.task = handle.task, None
-        assert task is not None  # nobody has waited for it
+        assert task is not None  # no caller has waited for it
         task.wait()
 
     def finish_reshard(self, unit: HZPUnit, handle: _Gather) -> Any:
@@ -189,17 +174,19 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
             if unit in self.seats:
                 raise ConfigurationError(
-                    f"{unit.name} keeps views of its parameters outside autograd, which the next "
-                    "layer overwrites beside CUDA graphs; drop --cuda-graph-impl"
+                    f"{unit.name} keeps views of its parameters outside autograd, and with CUDA "
+                    "graphs the next layer overwrites them. Drop --cuda-graph-impl."
                 )
             self._leave_to_views(unit, place)
         return None if place.is_outside else self._device.record_event()
 
     def _leave_to_views(self, unit: HZPUnit, place: Place) -> None:
-        """[Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not what
-        a module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory under such a
-        view would silently give wrong numbers (law 5). From now on units like this one are gathered
-        into memory of their own, which is freed with its last view.
+        """Leave the memory of `place` to the views of it that still exist.
+
+        [Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not what a
+        module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory under such a view
+        would silently give wrong numbers (law 5). From now on units of this size are gathered into
+        memory of their own, which is freed with its last view.
         """
         self.viewed.add(unit)
         self._warn_once(
@@ -245,17 +232,15 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     @contextmanager
     def rehearsing(self) -> Generator[None]:
-        """Around the capture of CUDA graphs, while nothing is gathered and the device does nothing
-        else: units with a seat have zeros there for parameters, and what the graphs keep of it
-        counts as theirs."""
+        """Wrap the capture of CUDA graphs: seats hold zeros and own the views of graphs."""
         places: list[Place] = []
         for unit, seat in self.seats.items():
             place = self.arena.place_at(seat, unit.size_key, unit.layout.padded_numel, unit.dtype)
             for event in place.ready:
                 self._device.wait_event(event)
-            unit.point_at(place.storage.zero_(), place.views_for(unit.views_key, unit.views_of))
+            unit.to_unsharded(place.storage.zero_(), place.views_for(unit.views_key, unit.views_of))
             places.append(place)
-        # Streams that warm up wait for nobody.
+        # Streams that warm up wait for no event.
         self._device.synchronize(self._device.record_event(), math.inf)
         try:
             yield
@@ -286,8 +271,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         )
 
     def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
-        """Rebuild the shards in the order in which this step first used them, and gather the first
-        units again. done: the update has made of them what was sent early."""
+        """Rebuild the shards but those of `done`, in the order of this step, and gather again."""
         self.drop_spares()
         self.restart()
         self.note_written()
@@ -296,21 +280,18 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
 
     def rebuild_in_last_order(self) -> None:
-        """This step has no forward here: rebuild the shards at the places where other ranks, which
-        have one, rebuild them."""
+        """Rebuild the shards where ranks with a micro-batch rebuild them; this rank has none."""
         for unit in self.use_order.last_used:
             self.rebuild_now(unit)
             self.note_shard_used(unit)
 
     def await_sync(self, unit: HZPUnit) -> None:
-        """Return when the parameter shard of `unit`, which is in use, is up to date. Who uses what
-        is still gathered has not waited for that."""
+        """Return when the shard of `unit` is up to date; a use of a kept unit has not waited."""
         if (sync := self._syncs.get(unit)) is not None:
             sync.wait()
 
     def join_syncs(self) -> None:
-        """Return when every parameter shard is up to date, or was sent early, and nothing reads the
-        states for that."""
+        """Return when every shard is up to date or sent early, and no sync reads the states."""
         self.rebuild_remaining()
         if not self._syncs:
             return
@@ -321,20 +302,20 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self.note_written()
 
     def note_written(self) -> None:
-        """Parameter shards were written on the current stream: gathers come after that."""
+        """Let gathers come after the current stream, which has written parameter shards."""
         # What comes later in the lane of one that has waited for it comes after it, too.
         self._shards_written = dict.fromkeys(("gather", "param-sync"), self._device.record_event())
 
     # ---- steps
 
     def begin_evaluation(self) -> None:
-        """A forward without backward begins."""
+        """Begin a forward without backward."""
         self._driver.timeline.pause()
         self._driver.submitted.shorten()
         self.restart(is_training=False)
 
     def begin_step(self) -> None:
-        """A step begins, or begins again."""
+        """Begin a step, or begin it again."""
         self.early_sends.await_all()  # those of a backward that was given up
         self.cancel_early_sends()
         self.early_sends.forget()

@@ -21,14 +21,7 @@ class GradHooks:
         self._accumulators: list[Any] = []
 
     def attach(self, unit: HZPUnit, take: Callable[[HZPUnit, int], None], takes_all: bool) -> None:
-        """Take each large gradient of `unit` as soon as it is complete, so that the next one is
-        added in fp32; small ones are taken together when the unit is reduced.
-
-        Args:
-            unit: Whose parameters are hooked.
-            take: Called with the unit and the index of the parameter.
-            takes_all: Small gradients too, because several modules give them.
-        """
+        """Call `take` for each large gradient, or all, when complete; small ones come together."""
 
         def hook_of(index: int) -> Callable[[torch.Tensor], None]:
             return lambda _param: take(unit, index)
@@ -58,10 +51,9 @@ class GradHooks:
             self._accumulators += [edge.node for edge in edges]
 
     def renew_accumulators(self, units: Sequence[HZPUnit]) -> None:
-        """Let the next use of the parameters of `units` make new accumulating nodes.
+        """Let the next use of the parameters make new accumulating nodes.
 
-        A node that a graph of autograd keeps alive belongs to the stream on which it was made, and
-        torch refuses to capture with a node of another stream.
+        An old one may belong to another stream, and torch refuses to capture with it.
         """
         self._accumulators.clear()
         for unit in units:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of parameters that have no values of their own: each use of their elements is noticed."""
+"""Owns classes of parameters without values, which notice each use of their elements."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,15 +13,15 @@ _NOTHING = nullcontext()
 Use = Callable[..., Any]
 """A function of torch that may look at the elements of a parameter, or set them."""
 Answer = Callable[[Use, tuple[Any, ...], Mapping[str, Any]], Any]
-"""Gives the result of such a function for its arguments. Runs without noticing uses itself."""
+"""Gives the result of such a function; its own uses are not noticed."""
 
 NO_GRAPHS = "gathers and reductions cannot be in it; leave the graph out"
-"""Why, and the remedy, where something captures a part of a sharded model."""
+"""Reason and remedy, if code captures a part of a sharded model."""
 
 SHARDED_AS = "asynchzp_name"
 """The attribute of a sharded parameter that has its name in the model."""
 
-# What does not look at the elements of a parameter. Everything else gathers its unit.
+# Functions that do not look at the elements of a parameter. All others unshard its unit.
 # fmt: off
 _PROPERTIES = ("dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda",
                "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version", "itemsize", "is_xpu",
@@ -36,7 +36,7 @@ SHAPELESS: set[Use] = {
     cast("Any", torch.Tensor).requires_grad.__set__,
     *(torch.is_floating_point, torch.is_complex),
 }
-"""What asks for neither the elements of a parameter nor its shape."""
+"""Functions that read neither the elements of a parameter nor its shape."""
 _HARMLESS: set[Use] = {
     *SHAPELESS,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")),
@@ -51,9 +51,7 @@ DATA = (cast("Any", torch.Tensor).data.__get__, cast("Any", torch.Tensor).data._
 
 
 def new_guarded_class(kind: type, answer: Answer) -> type:
-    """A class like `kind`, for `__class__` of a parameter: `answer` gives the result of every
-    function that may look at the parameter's elements, or set them. It is handed the gradient's
-    getter and setter as well."""
+    """Return a class like `kind`, whose uses, gradient included, `answer` gives."""
 
     def guard(
         _cls: type,

@@ -3,10 +3,10 @@
 """Owns which elements of a unit's parameters may have changed since a named moment.
 
 [Note: exact changes] A 16-bit parameter is written where main_param is cast into this rank's O
-range, and there alone old and new value lie side by side. What differs is added up as one bit per
-element. An element that was changed and changed back has its bit too, as has one that was sent
-early and taken back: who takes the values at the end gets them right. Whatever else writes
-parameters says so, and all of them count as changed then.
+range, and only there the old and the new value lie side by side. Differences are collected as one
+bit per element. An element that was changed and changed back, or sent early and taken back, has its
+bit too, and its final value is right. Code that writes parameters in other ways says so, and then
+all of them count as changed.
 """
 
 import torch
@@ -18,29 +18,26 @@ _BITS = 8
 
 
 class Marks:
-    """The marks of one unit.
+    """The marks of a unit, for its O range of `numel` elements (a multiple of 8).
 
-    numel: of its O range, a multiple of 8.
-    is_cast: whether its parameters are written by `write` alone. Where they are not (main_param is
-        a view of them) all count as changed; where they are not trained none does.
-
-    names: of all marks.
-    bits: of each mark, 1-D uint8 [numel / 8]; element i is bit i % 8 of byte i // 8.
-    rewritten: marks since which every element may have changed.
+    Untrained parameters never count as changed. If not `writes_are_casts` (main_param is a view of
+    them), all count as changed; otherwise `write` alone writes them.
     """
 
-    def __init__(self, numel: int, device: torch.device, is_trained: bool, is_cast: bool):
+    def __init__(self, numel: int, device: torch.device, is_trained: bool, writes_are_casts: bool):
         self._numel, self._device = numel, device
-        self._is_trained, self._is_cast = is_trained, is_cast
+        self._is_trained, self._writes_are_casts = is_trained, writes_are_casts
+        # 1-D uint8 [numel / 8] of each mark; element i is bit i % 8 of byte i // 8.
         self.bits: dict[str, torch.Tensor] = {}
+        # Marks since which every element may have changed.
         self.rewritten: set[str] = set()
-        self.names: set[str] = set()
+        self.names: set[str] = set()  # of all marks
 
     def set(self, name: str) -> None:
-        """From now on changes count for `name`; what did before is forgotten."""
+        """Count changes for `name` from now on."""
         self.drop(name)
         self.names.add(name)
-        if self._is_trained and self._is_cast:
+        if self._is_trained and self._writes_are_casts:
             self.bits[name] = torch.zeros(
                 self._numel // _BITS, dtype=torch.uint8, device=self._device
             )
@@ -54,16 +51,16 @@ class Marks:
         self.bits.pop(name, None)
 
     def note_rewritten(self) -> None:
-        """The parameters were written otherwise."""
+        """Count all elements as changed: code wrote the parameters in another way."""
         self.rewritten |= self.names
         self.bits.clear()
 
     def may_have_changed(self, name: str) -> bool:
-        """Whether any element may have; the same on all ranks."""
+        """Return whether any element may have changed; the same on all ranks."""
         return name in self.bits or name in self.rewritten
 
     def write(self, values: torch.Tensor, place: torch.Tensor) -> None:
-        """Cast `values` (fp32) into `place`, this rank's O range of the parameters; both 1-D."""
+        """Cast `values` (1-D, fp32) into `place`, this rank's O range of the parameters (1-D)."""
         if not self.bits:
             place.copy_(values)
             return
@@ -78,14 +75,13 @@ class Marks:
 
 
 def packed(flags: torch.Tensor) -> torch.Tensor:
-    """flags: 1-D bool, a multiple of 8. Returns 1-D uint8, flag i in bit i % 8 of byte i // 8."""
+    """Return 1-D uint8 with flag i in bit i % 8 of byte i // 8; `flags`: 1-D bool, 8n."""
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=flags.device)
     return (flags.view(torch.uint8).view(-1, _BITS) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpacked(bits: torch.Tensor, part: Range, shape: tuple[int, ...]) -> torch.Tensor:
-    """The flags `part` of `bits` (see `packed`) as a bool tensor of `shape`; `part` begins at a
-    multiple of 8."""
+    """Return the flags of `part`, from a multiple of 8 on, as a bool tensor of `shape`."""
     own = bits[part.start // _BITS : -(-part.stop // _BITS)]
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=bits.device)
     return ((own[:, None] >> shifts) & 1).view(-1)[: part.numel].to(torch.bool).view(shape)

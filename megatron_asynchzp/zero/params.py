@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the decision which parameters can be sharded. One that cannot ends in a line with its name,
-its module and the remedy, before anything is trained.
-"""
+"""Owns the checks of which parameters can be sharded; a refusal is a line with a remedy."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -23,15 +21,14 @@ _OWN_OPERATIONS = "__torch_dispatch__"
 
 
 def titled_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter of `model` with what a message calls it: its name and its module's class."""
+    """Yield each parameter with its title in messages: its name and its module's class."""
     for name, param in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         yield f"{name} (in a {type(module).__name__})", param
 
 
 def refuse_params(model: nn.Module, allows_meta: bool = False) -> None:
-    """Raise ConfigurationError for a parameter of `model` that no unit can hold. Looks at no
-    element. allows_meta: whether values come later."""
+    """Raise ConfigurationError for a parameter that no unit can hold; looks at no element."""
     devices: dict[torch.device, str] = {}
     for title, param in titled_params(model):
         if (problem := _problem_of(param, allows_meta)) is not None:
@@ -40,12 +37,12 @@ def refuse_params(model: nn.Module, allows_meta: bool = False) -> None:
     if not devices:
         raise ConfigurationError(f"a {type(model).__name__} without parameters: nothing to shard")
     if len(devices) > 1:
-        where = " and ".join(f"{title} is on {device}" for device, title in devices.items())
-        raise ConfigurationError(f"{where}; move the whole model to one device")
+        places = " and ".join(f"{title} is on {device}" for device, title in devices.items())
+        raise ConfigurationError(f"{places}; move the whole model to one device")
 
 
 def _problem_of(param: nn.Parameter, allows_meta: bool) -> str | None:
-    """Why it cannot be sharded, and the remedy."""
+    """Return why `param` cannot be sharded, and the remedy."""
     kind, plain = type(param), torch.Tensor
     if is_lazy(param):
         return "it has no shape yet; run one forward of the model before"
@@ -82,11 +79,11 @@ def _problem_of(param: nn.Parameter, allows_meta: bool) -> str | None:
 
 
 class _Memory(NamedTuple):
-    """Bytes of a parameter, half-open; is_dense: all of them are its own."""
+    """The bytes of a parameter, half-open."""
 
     start: int
     stop: int
-    is_dense: bool
+    is_dense: bool  # all of these bytes are its own
     title: str
     is_trained: bool
 
@@ -103,8 +100,7 @@ def _steps(param: nn.Parameter) -> Sequence[tuple[int, int]]:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise ConfigurationError where elements of trained parameters are one in memory: torch would
-    train them as one, and here each is copied to a place of its own."""
+    """Raise ConfigurationError if trained parameters share memory, which sharding would part."""
     params = [(title, param) for title, param in titled_params(model) if param.numel()]
     for title, param in params:
         if param.requires_grad and any(step == 0 and size > 1 for step, size in _steps(param)):
@@ -112,19 +108,17 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 f"{title}: its elements are one in memory, as after expand(), or its model is "
                 "sharded already; make the parameter a clone(), or build the model again"
             )
-    for one, other in pairwise(sorted(_Memory.of(title, param) for title, param in params)):
-        overlaps = other.start == one.start or (one.is_dense and other.start < one.stop)
-        if overlaps and (one.is_trained or other.is_trained):
+    for first, second in pairwise(sorted(_Memory.of(title, param) for title, param in params)):
+        overlaps = second.start == first.start or (first.is_dense and second.start < first.stop)
+        if overlaps and (first.is_trained or second.is_trained):
             raise ConfigurationError(
-                f"{one.title} and {other.title} share memory and would be trained apart; tie them "
-                "as one parameter (b.weight = a.weight), or make one of them a clone()"
+                f"{first.title} and {second.title} share memory and would be trained apart; tie "
+                "them as one parameter (b.weight = a.weight), or make one of them a clone()"
             )
 
 
 def refuse_views(model: nn.Module) -> None:
-    """Raise ConfigurationError where a buffer of `model`, or a tensor in an attribute of its
-    modules, views a parameter: the parameter gets another memory, and the view would keep what is
-    in it now. Looks at no element."""
+    """Raise ConfigurationError if a buffer or attribute is a view of a parameter, which moves."""
     titles: dict[int, list[tuple[int, int, str]]] = {}
     for title, param in titled_params(model):
         if (memory := memory_of(param.data)) is not None:
@@ -142,17 +136,7 @@ def refuse_views(model: nn.Module) -> None:
 
 
 def check_kept_views(unit: str, storage: int, root: nn.Module, users: Sequence[nn.Module]) -> None:
-    """Check that no module keeps a view of gathered parameters, which the next update would miss.
-
-    Args:
-        unit: Name of their unit.
-        storage: Address of the storage in which they were gathered.
-        root: The model; it may keep such a view itself.
-        users: Modules whose calls need the unit.
-
-    Raises:
-        ConfigurationError: A module of `users` or the root keeps one.
-    """
+    """Raise ConfigurationError if `root` or a module of `users` keeps a view into `storage`."""
     parts = {part for user in users for part in user.modules()} | {root}
     modules: dict[str, nn.Module] = dict(root.named_modules())  # pyright: ignore[reportUnknownArgumentType]
     named = {name: part for name, part in modules.items() if part in parts}

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the decision which parameters form a unit and which modules use it: pure bookkeeping on a
-module tree.
-"""
+"""Owns the decision which parameters form a unit and which modules use it."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,21 +11,17 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class UnitPlan:
-    """One unit to be: its parameters and the modules whose calls need them.
-
-    group_key: which sharding group ("dense", "expert").
-    layer: equal for units of one unit module, which are needed at the same time, "" for what is
-        around all unit modules.
-    modules: any call of one of them needs the parameters. The gradient of parameters with several
-        modules is complete only at the end of backward.
-    is_seated: whether a captured graph computes with the parameters, and reads them at one address.
-    """
+    """A unit to be built: its parameters and the modules whose calls need them."""
 
     name: str
-    group_key: str
+    group_key: str  # its sharding group: "dense" or "expert"
+    # Equal for units of one unit module, which are needed together; "" outside of unit modules.
     layer: str
     params: tuple[tuple[str, nn.Parameter], ...]
+    # A call of any of them needs the parameters. The gradient of parameters with several modules
+    # is complete at the end of backward only.
     modules: tuple[nn.Module, ...]
+    # Whether a captured graph reads the parameters, always at one address.
     is_seated: bool = False
 
 
@@ -36,7 +30,7 @@ def _parent_of(path: str) -> str:
 
 
 def _home_of(param_name: str, unit_paths: Collection[str]) -> str:
-    """The innermost unit module around a parameter; "" where there is none."""
+    """Return the innermost unit module around a parameter, "" without one."""
     home = _parent_of(param_name)
     while home and home not in unit_paths:
         home = _parent_of(home)
@@ -44,7 +38,7 @@ def _home_of(param_name: str, unit_paths: Collection[str]) -> str:
 
 
 def _call_root(root: nn.Module, paths: Sequence[str]) -> str:
-    """The innermost module that contains all `paths` and is called, which containers are not."""
+    """Return the innermost called module that contains all `paths`; containers are not called."""
     common = paths[0].split(".")
     for path in paths[1:]:
         parts = path.split(".")
@@ -67,12 +61,11 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Partition all parameters of `root` into units, in the order of `named_parameters`.
 
-    unit_modules: modules to gather as one; a parameter belongs to the innermost one around it, or
-        to the root unit. Within one module, parameters that differ in dtype, in sharding group or
-        in being trained form units of their own (one flat buffer has one dtype); those of another
-        group than "dense" hang on the innermost module that holds them all (a layer's experts).
-    also_used_by: parameters that other modules use as well (tied weights): each is a unit of its
-        own, whose layout is then the same on every pipeline stage that holds a copy.
+    A parameter belongs to the innermost of `unit_modules` around it, or to the root unit. Within
+    it, another dtype, sharding group or requires_grad makes another unit, because a flat buffer has
+    one dtype. Units of another group than "dense" hang on the innermost module around all of them.
+    Parameters that other modules use as well (`also_used_by`, tied weights) are units of their own,
+    with one layout on every pipeline stage that holds a copy.
     """
     also_used_by = also_used_by or {}
     path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}  # pyright: ignore[reportUnknownVariableType]

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the gradients in flight: those that a unit has collected, the memory in which they are
-reduced piece by piece, and what waits for that.
-"""
+"""Owns the gradients in flight: those that units have collected, and the reductions of them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,31 +35,28 @@ _Grads = dict[int, torch.Tensor]
 
 @dataclass
 class _Collected:
-    """The gradients of a unit in this micro-batch.
+    """The gradients of a unit in this micro-batch."""
 
-    grads: autograd's own; or, where layers write gradients themselves ([Note: fused gradients]),
-    place: for all of them, places: of each parameter in it, and of the gaps between, written: of
-    which parameters there is a gradient in it.
-    is_kept: complete for a micro-batch, it waits for a later one, and nothing was added since.
-    """
-
+    # Autograd's own gradients; or, where layers write gradients ([Note: fused gradients]), the
+    # place for all of them, its views (each parameter, then the gaps), and the indices written.
     grads: _Grads = field(default_factory=_Grads)
     place: Place | None = None
     places: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     written: set[int] = field(default_factory=set[int])
+    # Complete for a micro-batch, they wait for a later one, and nothing was added since.
     is_kept: bool = False
 
 
 class _Piece(NamedTuple):
-    """A piece of a unit's gradients. memory_key, places_key: equal for pieces that split the same
-    place in the same way, and whose parameters lie there at the same addresses; strings, which
-    remember their hash. nbytes: that reducing it takes; shard: what it adds its result to."""
+    """A piece of a unit's gradients."""
 
     grads: GradPiece
+    # Keys as strings, which remember their hash. Equal: pieces that split a place in the same way.
     memory_key: str
+    # Equal: their parameters lie there at the same addresses.
     places_key: str
-    nbytes: int
-    shard: torch.Tensor
+    nbytes: int  # that reducing it takes
+    shard: torch.Tensor  # to which the result is added
 
     @classmethod
     def all_of(cls, unit: HZPUnit, pieces: Sequence[GradPiece]) -> "list[_Piece]":
@@ -78,10 +73,10 @@ class _Piece(NamedTuple):
 
 
 class _Reduction(NamedTuple):
-    """Under way. grads: what it has yet to read."""
+    """A reduction under way."""
 
     task: Task
-    grads: _Grads
+    grads: _Grads  # not read yet
 
 
 class Reductions(GradsInFlight[HZPUnit, _Reduction]):
@@ -92,21 +87,12 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         grad-sync               | u2 | u1 |                                last micro-batch
 
     [Note: pieces] Autograd's gradients stay as they are until the unit is complete. Then the main
-    thread casts and packs the first piece of them into a place of the arena, and the lane packs the
-    next one there when that is reduced. Most units are a single piece. A unit of several keeps its
-    gradients until its last one; so the next such unit begins when that one has ended.
+    thread casts and packs their first piece into a place of the arena, and the lane packs the next
+    one there when that is reduced. A unit of several pieces keeps its gradients until the last; so
+    the next such unit begins when that one has ended. Most units are a single piece.
 
         main        | B u1     | pack u1.0 | B u0 ...
         reduce                             | u1.0 | pack u1.1 | u1.1 | pack u1.2 | u1.2 |
-
-    nbytes: of the arena, enough for one piece of any unit.
-    pieces: of the gradients of each unit that is reduced.
-    scale: factor on the summed gradients.
-    early_sends: of the chunk: they read complete gradients.
-    residency: decides whose gradients of several micro-batches are added up before they are
-        reduced, None for none.
-
-    reached: units that a backward has reached since gradients were forgotten.
     """
 
     def __init__(
@@ -126,13 +112,13 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._collected: dict[HZPUnit, _Collected] = {}
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
+        # Units that a backward has reached since gradients were forgotten.
         self.reached: set[HZPUnit] = set()
 
     # ---- one micro-batch
 
     def take(self, unit: HZPUnit, indices: Iterable[int]) -> None:
-        """Collect the gradients of the parameters `indices`, as far as there are any; another one
-        of the same parameter is added in fp32."""
+        """Collect the gradients of the parameters `indices`; later ones are added in fp32."""
         self.reached.add(unit)
         if unit.reduces_in_place:
             self.reopen(unit)
@@ -146,8 +132,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             write_grads(unit, indices, collected.places, collected.written)
 
     def provide(self, unit: HZPUnit) -> None:
-        """The backward of `unit`, which is reduced in one piece, begins: let its layers find the
-        places of their gradients."""
+        """Let the layers of `unit`, whose backward begins, find the places of their gradients."""
         if unit.reduces_in_place:
             self.reopen(unit)
             point_at_places(unit, unit.whole_grads)
@@ -173,17 +158,16 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return collected
 
     def has_pending(self, unit: HZPUnit) -> bool:
-        """Whether gradients of this micro-batch are there that are not on their way yet."""
+        """Return whether gradients of this micro-batch are not being reduced yet."""
         collected = self._collected.get(unit)
         return (collected is not None and not collected.is_kept) or has_grads(unit)
 
     def is_kept(self, unit: HZPUnit) -> bool:
-        """Whether gradients of earlier micro-batches are there that are not on their way yet."""
+        """Return whether gradients of earlier micro-batches are not being reduced yet."""
         return unit in self._collected and self._collected[unit].is_kept
 
     def keep(self, unit: HZPUnit, is_last: bool) -> bool:
-        """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
-        one, to which they are added in fp32. is_last: there is none."""
+        """Return whether complete gradients of `unit` wait for those of a later micro-batch."""
         if unit.reduces_in_place or not self.should_wait(unit, is_last):
             return False
         self.take(unit, range(len(unit.params)))
@@ -211,16 +195,14 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._last_reduction[unit] = task
 
     def reopen(self, unit: HZPUnit) -> None:
-        """A gradient comes after the sum over the sharding group was begun, because the micro-batch
-        was not the last one, or has several backwards: it is added to that sum."""
+        """Let gradients be added to the sum over the sharding group, if that has begun."""
         if (sync := self._syncs.pop(unit, None)) is not None:
             sync.wait()
             self._early_sends.await_send(unit)
             unit.reopen_grads(self._scale)
 
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
-        """The place with the first piece of the gradients of `unit`, and those that later pieces
-        have yet to read."""
+        """Return the place with the first piece, and the gradients that later pieces read."""
         indices, pieces = range(len(unit.params)), self._pieces[unit]
         if unit not in self._collected and len(pieces) == 1:  # the usual case, and the fastest way
             place, written = self._acquire_place(unit), set[int]()
@@ -244,7 +226,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return self.arena.place_at(extent, nbytes, nbytes // FP32_NBYTES, torch.float32)
 
     def _memory_for(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
-        """The piece in `place`, and what reducing it takes."""
+        """Return the piece in `place`, and the memory that reducing it takes."""
 
         def split(memory: torch.Tensor) -> list[torch.Tensor]:
             groups = unit.groups
@@ -261,7 +243,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return place.views_for(piece.places_key, lambda _: places_of(unit, piece.grads, full))
 
     def _pack(self, unit: HZPUnit, piece: _Piece, grads: _Grads, place: Place) -> None:
-        """Write a piece of the unit's gradients to `place`."""
         pack_grads(piece.grads, grads, self._places_in(unit, piece, place))
 
     def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
@@ -282,11 +263,11 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     # ---- the last micro-batch
 
     def is_syncing(self, unit: HZPUnit) -> bool:
-        """Whether this step's reduction over the whole sharding group was submitted."""
+        """Return whether this step's reduction over the whole sharding group was submitted."""
         return unit in self._syncs
 
     def start_sync(self, unit: HZPUnit) -> Task:
-        """Reduce what all micro-batches added up over the whole sharding group."""
+        """Reduce the sum of all micro-batches over the whole sharding group."""
         self._syncs[unit] = self._driver.submit(
             Task(
                 "grad-sync",
@@ -311,7 +292,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._await_syncs()
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: nothing of the last one is in flight or collected."""
+        """Begin a step, or begin it again: nothing of the last one is in flight or collected."""
         self.await_all()
         for collected in self._collected.values():
             if collected.place is not None:

@@ -25,12 +25,11 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class SavedView:
-    """A strided view of a unit's full parameters, without their memory. views: who packed it;
-    version: of the parameters, None where any other will do as well."""
+    """A strided view of a unit's full parameters, without their memory."""
 
-    views: "SavedViews"
+    views: "SavedViews"  # packed it
     unit: HZPUnit
-    version: int | None
+    version: int | None  # of the parameters; None if any will do
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -40,24 +39,20 @@ class SavedView:
 class SavedViews:
     """Saved-tensor hooks around the forward of units (law 5).
 
-    nn.Linear saves `weight.t()`, a view of the full parameters, which are dropped after the
-    forward. [Note: saved views] Saved as memory, that view would keep them alive or, where
-    memory is reused, read another unit's parameters: a silent wrong gradient. Packed as
-    (unit, offset, shape, stride) it costs nothing and unpacks from the parameters gathered for
-    backward; `on_missing` gathers them where they are not gathered yet.
+    [Note: saved views] nn.Linear saves `weight.t()`, a view of the full parameters, which are
+    resharded after forward. As memory, that view would keep them alive or, where memory is reused,
+    read another unit's parameters: a silent wrong gradient. Packed as (unit, offset, shape, stride)
+    it costs nothing and unpacks from the parameters gathered for backward.
 
-    The hooks cost some microseconds for each tensor that is saved. The layers of Megatron and of
-    Transformer Engine save the parameter itself, which autograd keeps as the object that it is: it
-    reads what was gathered for backward without any hook. So a unit of which a whole step saved
-    nothing else goes without them, until a view of it is found when its memory is to be reused
-    ([Note: views that outlive the unit]). That needs modules whose backward begins at an output
-    that the runtime sees: with may_go_without False every unit has the hooks.
+    The hooks cost microseconds for each tensor. Layers of Megatron and Transformer Engine save the
+    parameter itself, which needs no hook. So a unit of which a whole step saved nothing else goes
+    without, until a view of it is found when its memory is to be reused ([Note: views that outlive
+    the unit]). That needs backwards that begin at a known output (may_go_without).
 
-    [Note: hooks of others] Torch applies the innermost hooks alone. Where a program has hooks of
-    its own (save_on_cpu, say), ours come first, and what is no view of a unit goes to them: they
-    see the activations, and copy no parameter. So theirs are pushed with ours before them, wherever
-    that happens: around a unit that goes without hooks or within it, or in a recomputation. Each
-    side takes its own from torch's stack: theirs may end within a unit, or after the one in which
+    [Note: hooks of others] Torch applies the innermost hooks alone. If a program has hooks of its
+    own (save_on_cpu, say), the engine's come first and pass on each tensor that is no view of a
+    unit. So theirs are pushed joined with the engine's, around a unit, within it, or in a
+    recomputation. Each side pops its own: theirs may end within a unit, or after the one in which
     they began.
     """
 
@@ -79,10 +74,7 @@ class SavedViews:
         SavedViews.all = (*alive, ref(self))
 
     def begin_step(self, viewed: set[HZPUnit]) -> None:
-        """A step begins: what the one before has shown of its units holds from now on.
-
-        viewed: units of which a view was found when their memory was to be reused.
-        """
+        """Begin a step; in the last one, a view of each unit of `viewed` outlived its unit."""
         self._with_views |= viewed
         if self._may_go_without:
             self._without_views = (self._without_views | self._watched) - self._with_views
@@ -91,11 +83,11 @@ class SavedViews:
         self._storages = alive
 
     def note_view(self, unit: HZPUnit) -> None:
-        """`unit` needs the hooks: a view of its parameters was found."""
+        """Give `unit` the hooks: a view of its parameters was found."""
         self._with_views.add(unit)
 
     def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
-        """Whether the forward of `units` is to run under the hooks."""
+        """Return whether the forward of `units` runs under the hooks."""
         if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             for unit in units:
                 if not unit.is_always_unsharded:
@@ -130,10 +122,10 @@ class SavedViews:
 
     def pop(self) -> None:
         """Undo the latest `push`."""
-        _take(of_a_unit=True)
+        _pop_latest(of_a_unit=True)
 
     def unit_of(self, tensor: torch.Tensor) -> HZPUnit | None:
-        """The unit of which `tensor` views the full parameters."""
+        """Return the unit of whose full parameters `tensor` is a view."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None  # a wrapper subclass has no storage of its own to ask
         if tensor.layout is not torch.strided:
@@ -146,8 +138,7 @@ class SavedViews:
         return unit if unit is not None and unit.is_gathered_at(pointer) else None
 
     def is_view(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of a unit's full parameters of now, or of earlier ones that
-        it has kept, as the view that selective checkpointing kept for a recomputation."""
+        """Return whether `tensor` is a view of gathered parameters, present or earlier."""
         if self.unit_of(tensor) is not None:
             return True
         try:
@@ -155,20 +146,21 @@ class SavedViews:
         except (NotImplementedError, RuntimeError):
             return False
 
-    def pack(self, tensor: torch.Tensor, is_counted: bool = True) -> "_Kept | SavedView":
-        """Return what autograd keeps in place of `tensor`; is_counted: whether it may not be
-        written to until it is unpacked."""
+    def pack(self, tensor: torch.Tensor, checks_version: bool = True) -> "_Kept | SavedView":
+        """Return what autograd keeps of `tensor`; checks_version: refuse a written one later."""
         unit = self.unit_of(tensor)
         if unit is None or unit.is_always_unsharded:
-            return _Kept.of(tensor, is_counted)
+            return _Kept.of(tensor, checks_version)
         if type(tensor) is torch.Tensor:
             self.note_view(unit)
         offset = int(tensor.storage_offset())
         form = tensor.dtype, tensor.shape, tensor.stride(), offset
-        return SavedView(self, unit, unit.sent_record.versions[0] if is_counted else None, *form)
+        return SavedView(
+            self, unit, unit.sent_record.versions[0] if checks_version else None, *form
+        )
 
     def unpack(self, saved: "_Kept | SavedView") -> torch.Tensor:
-        """The tensor that was packed as `saved`."""
+        """Return the tensor that was packed as `saved`."""
         if isinstance(saved, _Kept):
             return saved.unwritten()
         if saved.version not in (None, version := saved.unit.sent_record.versions[0]):
@@ -183,22 +175,21 @@ class SavedViews:
 
 
 class _Kept(NamedTuple):
-    """A tensor that is no view of a unit, and its version: torch does not look whether somebody has
-    written to what hooks keep."""
+    """A tensor that is no view of a unit, and its version, which torch ignores under hooks."""
 
     tensor: torch.Tensor
     version: int | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, is_counted: bool = True) -> "_Kept":
+    def of(cls, tensor: torch.Tensor, checks_version: bool = True) -> "_Kept":
         # [Note: saved outputs] A node that saves its own output through hooks would hold a tensor
         # that holds the node: a cycle that nothing collects where backward never runs. Autograd
         # puts its own edges on what is unpacked.
-        version = tensor._version if is_counted else None
+        version = tensor._version if checks_version else None
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
     def unwritten(self) -> torch.Tensor:
-        """Raises RuntimeError, in torch's words, where it was written to since."""
+        """Return the tensor; raise RuntimeError, in torch's words, if code wrote to it since."""
         if self.version not in (None, self.tensor._version):
             title = f"{self.tensor.type()} {list(self.tensor.shape)}"
             _refuse_written(title, self.tensor._version, self.version)
@@ -213,27 +204,26 @@ def _refuse_written(title: str, version: int, expected: int | None) -> NoReturn:
 
 
 class _Theirs(NamedTuple):
-    """A saved tensor as somebody else's hook has packed it."""
+    """A saved tensor as a hook of the program has packed it."""
 
     packed: Any
 
 
 class _JoinedHooks:
-    """Hooks of all engines for views of their units, and of somebody else for other tensors.
-
-    theirs: without them such a tensor is kept as it is, see _Kept.
-    unit_views: pushed them for a unit; None where somebody else did.
-    """
+    """The hooks of all engines for views of their units, and of the program for other tensors."""
 
     def __init__(self, theirs: Hooks | None, unit_views: SavedViews | None = None):
-        self.theirs, self.unit_views = theirs, unit_views
+        # Without them a tensor is kept as it is, see _Kept.
+        self.theirs = theirs
+        # Pushed these hooks for a unit; None if the program pushed them.
+        self.unit_views = unit_views
 
     def pack(self, tensor: torch.Tensor) -> Any:
         for known in SavedViews.all:
             if (views := known()) is not None and views.is_view(tensor):
                 # A checkpoint computes again, with the parameters of then.
                 is_kept = self.theirs is None or not _is_of_checkpoint(self.theirs[0])
-                return views.pack(tensor, is_counted=is_kept)
+                return views.pack(tensor, checks_version=is_kept)
         return _Kept.of(tensor) if self.theirs is None else _Theirs(self.theirs[0](tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -244,7 +234,7 @@ class _JoinedHooks:
 
 
 def _number_of(storage: Any) -> int:
-    """Return a storage's number; no other has it while this one, or a weak reference, is there."""
+    """Return a storage's number, unique while the storage or a weak reference to it exists."""
     return storage._cdata
 
 
@@ -254,14 +244,13 @@ def _top_hooks() -> Any:
 
 
 def _views_of(hooks: Hooks) -> SavedViews | None:
-    """Return the SavedViews that pushed `hooks` for a unit, None where somebody else did."""
+    """Return the SavedViews that pushed `hooks` for a unit, None for hooks of the program."""
     owner = getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, SavedViews) else getattr(owner, "unit_views", None)
 
 
-def _take(of_a_unit: bool) -> None:
-    """Take the latest hooks of units, or of others, from torch's stack, and let what lies above
-    them lie on what was below."""
+def _pop_latest(of_a_unit: bool) -> None:
+    """Pop the latest hooks of units, or of the program, and push those above them again."""
     above: list[Hooks] = []
     while (top := _top_hooks()) is not None and (_views_of(top) is not None) != of_a_unit:
         above.append(top)
@@ -290,13 +279,12 @@ def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
 
 def _pop_theirs() -> None:
     """Pop hooks, in place of torch's function."""
-    _take(of_a_unit=False)
+    _pop_latest(of_a_unit=False)
 
 
 @contextmanager
 def _disable_within_a_unit(message: str) -> Generator[None]:
-    """In place of torch's: torch.func's gradients within a unit, which no hooks may see. A view
-    that is saved meanwhile keeps its memory ([Note: views that outlive the unit])."""
+    """Let torch.func compute gradients within a unit, unseen by hooks; replaces torch's."""
     ours: list[SavedViews] = []
     while (top := _top_hooks()) is not None and isinstance(
         owner := getattr(top[0], "__self__", None), SavedViews

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the comparison of what other ranks were sent of the parameters with what the main parameters
-hold.
+"""Owns the comparison of what other ranks were sent with what the main parameters hold.
 
-[Note: compared with what was sent] Parameters travel before their update, and whoever trains may
-write to them afterwards. Counters of writes, settings that are noted and the like can be bypassed,
-the bits cannot. So each rank keeps a fingerprint of what it sent of its O range, and compares it
-with what it would send now:
+[Note: compared with what was sent] Parameters travel before their update, and other code may write
+to them afterwards. Counters of writes and noted settings can be bypassed, the bits cannot. So each
+rank keeps a fingerprint of what it sent of its O range, and compares it with what it would send
+now:
 
-    after an update    of units that were sent before it: one that differs on any rank is sent again
-    at a use           of all units: one that differs was written to, which is refused
+    after an update    units that were sent before it: one that differs on any rank is sent again
+    at a use           all units: one that differs was written to, which is refused
 
 On a CPU the host reads the answer at once. Where it runs ahead of a device it reads it at the end
 of the next step, and before anything is saved, and a difference ends the run.
@@ -45,13 +44,7 @@ _NOT_AS_SENT = (
 
 
 class SentCheck:
-    """The comparisons of a model chunk.
-
-    units: of the chunk.
-    axes: of their sharding groups, innermost first.
-    early_sends: of the chunk.
-    await_sync: returns when the parameter shard of a unit in use is up to date.
-    """
+    """The comparisons of a model chunk."""
 
     def __init__(
         self,
@@ -66,23 +59,23 @@ class SentCheck:
         self._early_sends, self._await_sync = early_sends, await_sync
         self._is_enabled = False
         self._index = {unit: index for index, unit in enumerate(self._units)}
-        self._where = units[0].device
+        self._device = units[0].device
         self._explain: Callable[[], None] = lambda: None
         forget_weights()  # so that a process that builds several models runs each alike
         self._task: Task | None = None
-        self._copied: Any = None  # the event after which _written_answer can be read
+        self._copied: Any = None  # event after which _written_answer can be read
         self._is_copying = False
-        self._last_use: Any = None  # the event after which _written is as the last use left it
+        self._last_use: Any = None  # event after the last write to _written
 
     # A number for each unit, made when they are needed first.
 
     @cached_property
     def _differs(self) -> torch.Tensor:
-        return torch.zeros(len(self._units), dtype=torch.int64, device=self._where)
+        return torch.zeros(len(self._units), dtype=torch.int64, device=self._device)
 
     @cached_property
     def _written(self) -> torch.Tensor:
-        return torch.zeros(len(self._units), dtype=torch.int64, device=self._where)
+        return torch.zeros(len(self._units), dtype=torch.int64, device=self._device)
 
     @cached_property
     def _answer(self) -> torch.Tensor:
@@ -101,11 +94,8 @@ class SentCheck:
     def enable_write_checks(self, explain: Callable[[], None]) -> None:
         """Refuse from now on, at the next use, what other code writes to main parameters.
 
-        Now all ranks hold what main_param holds. Without these checks writes between two steps
-        alone are refused.
-
-        Args:
-            explain: Called before a write is refused; may raise an error that knows more of it.
+        All ranks hold now what main_param holds. `explain` is called before a write is refused, and
+        may raise an error that knows more.
         """
         self._is_enabled, self._explain = True, explain
         for unit in self._units:
@@ -115,11 +105,11 @@ class SentCheck:
                 unit.sent_record.is_watched = True
 
     def note_update(self, current: Collection[HZPUnit], updated: set[HZPUnit] | None) -> None:
-        """Note that the engine is about to send what an update made of the main parameters.
+        """Note that the engine is about to send what an update made of main parameters.
 
         Args:
             current: Units of which all ranks have it already.
-            updated: Units that the update wrote to; None: any may have been written.
+            updated: Units that the update wrote to; None: any.
         """
         for unit in self._units if self._is_enabled else ():
             if unit.is_trained and not unit.is_main_param_away:
@@ -144,13 +134,7 @@ class SentCheck:
             self._refuse(unit, unit.sent_record.was_written_in_use(), in_use=1)
 
     def check_unwritten_at_rest(self, with_content: bool) -> None:
-        """Check that no code set the data of parameters between two steps.
-
-        Where write checks are enabled, parameters notice it themselves.
-
-        Args:
-            with_content: See SentRecord.was_replaced_at_rest.
-        """
+        """Check that no code set data between two steps, where parameters do not notice it."""
         for unit in () if self._is_enabled else self._units:
             if unit.sent_record.was_replaced_at_rest(with_content):
                 raise ConfigurationError(
@@ -172,10 +156,7 @@ class SentCheck:
     # ---- after an update
 
     def already_current(self) -> list[HZPUnit]:
-        """Return the units that were sent early and hold what the update made. Collective.
-
-        Where the host does not wait for the comparison, a difference ends the run later.
-        """
+        """Return the units that were sent early and hold what the update made. Collective."""
         sent, update = self._early_sends.current_units, self._early_sends.early_update
         if update is None or not sent:
             return []
@@ -208,8 +189,7 @@ class SentCheck:
         self._task = driver.submit(Task("order", "what was sent", self._axes, steps, ready, after))
 
     def differing(self) -> list[HZPUnit]:
-        """Return the units of the last `compare` that differ on any rank; holds the host until all
-        have compared."""
+        """Return the units of the last `compare` that differ on any rank; holds the host."""
         if self._task is None:
             return []
         task, self._task = self._task, None
@@ -220,8 +200,7 @@ class SentCheck:
     # ---- where the host runs ahead
 
     def send_answers(self) -> None:
-        """A step's gradients are complete: let what was found in it travel to the host, and read
-        what travelled a step ago."""
+        """Let the findings of this step travel to the host, and read those of the last step."""
         self.finish()
         if self._driver.device.runs_ahead and "_written" in vars(self):
             self._read_written()
@@ -230,24 +209,24 @@ class SentCheck:
             self._copied, self._is_copying = self._driver.device.record_event(), True
 
     def settle(self) -> None:
-        """Before anything is saved: hold the host until all comparisons are made."""
+        """Hold the host until all comparisons are made, before anything is saved."""
         self.send_answers()
         self._read_written()
 
     def finish(self) -> None:
-        """Raises ConfigurationError, on all ranks, where the last comparison found a difference
-        that was not asked for."""
+        """Read the last comparison; raises ConfigurationError, on all ranks, for a difference."""
         step = self._task.step if self._task is not None else 0
-        if found := self.differing():
-            self._fail(ConfigurationError(_NOT_AS_SENT.format(step, found[0].name)))
+        if differing := self.differing():
+            self._fail(ConfigurationError(_NOT_AS_SENT.format(step, differing[0].name)))
 
     def _read_written(self) -> None:
         if not self._is_copying:
             return
         self._is_copying = False
         self._driver.await_event(self._copied)
-        if found := self._named_in(self._written_answer):
-            self._fail_as_written(found[0], int(self._written_answer[self._index[found[0]]]) >> 1)
+        if written := self._named_in(self._written_answer):
+            first = written[0]
+            self._fail_as_written(first, int(self._written_answer[self._index[first]]) >> 1)
 
     def _fail_as_written(self, unit: HZPUnit, in_use: int) -> NoReturn:
         error = ConfigurationError((_WRITTEN_IN_USE if in_use else _WRITTEN).format(unit.name))
@@ -256,7 +235,7 @@ class SentCheck:
                 self._explain()
         except ConfigurationError as known:
             error = known
-        # Another rank may have written nothing, or own nothing, and wait for this one: it is told.
+        # Ranks that wrote nothing wait for this one: tell them.
         self._fail(error, ())
 
     def _fail(self, error: ConfigurationError, suspect: tuple[()] | None = None) -> NoReturn:
@@ -265,4 +244,4 @@ class SentCheck:
 
     def _named_in(self, answer: torch.Tensor) -> list[HZPUnit]:
         numbers = cast("list[int]", answer.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return [unit for unit, found in zip(self._units, numbers, strict=True) if found]
+        return [unit for unit, number in zip(self._units, numbers, strict=True) if number]

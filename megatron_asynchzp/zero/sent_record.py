@@ -74,11 +74,7 @@ class SentRecord:
         self._sent_fingerprint.copy_(fingerprint(values))
 
     def note_expected(self, is_as_sent: bool = False) -> None:
-        """Note that the other ranks are to get what main_param holds now, maybe by a later task.
-
-        Args:
-            is_as_sent: They have it already.
-        """
+        """Note that other ranks are to get, or have (is_as_sent), what main_param holds now."""
         self._expected_fingerprint.copy_(
             self._sent_fingerprint if is_as_sent else self._fingerprint_now()
         )
@@ -107,10 +103,7 @@ class SentRecord:
         return (self._fingerprint_now() != expected).logical_or_(self._sent_fingerprint != expected)
 
     def was_written_in_use(self) -> torch.Tensor | bool:
-        """Return whether other code replaced the data of gathered parameters, or wrote to it.
-
-        Writes that no version counts are seen in this rank's O range.
-        """
+        """Return whether other code replaced the data of gathered parameters, or wrote to it."""
         unit = self._unit
         full, own = unit.full_param_storage, unit.optim_range
         start, itemsize = full.data_ptr(), full.element_size()
@@ -126,12 +119,7 @@ class SentRecord:
         return fingerprint(full[own.start : own.stop]) != sent
 
     def was_replaced_at_rest(self, with_content: bool) -> bool:
-        """Return whether other code set the data of parameters with which nothing computes now.
-
-        Args:
-            with_content: Also look for values that were filled in where parameters read as NaN,
-                for which the host waits.
-        """
+        """Return whether other code set the data of idle parameters; with_content: or filled it."""
         unit = self._unit
         if unit.is_unsharded and not unit.is_always_unsharded:
             return False

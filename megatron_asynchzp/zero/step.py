@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the step of one model chunk: what is gathered, reduced, compared and rebuilt, and in which
-order. Free of hooks and autograd.
-"""
+"""Owns the step of a model chunk: what is gathered, reduced, compared and rebuilt."""
 
 import enum
 from collections import Counter
@@ -33,15 +31,14 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 @dataclass(frozen=True, eq=False)
 class KeepBudgets:
-    """Budgets of what the model chunks of a rank keep from one micro-batch to a later one. params,
-    grads: None where nothing is kept."""
+    """Budgets of what the chunks of a rank keep for later micro-batches; None: nothing."""
 
     params: ParamBudget | None = None
     grads: Residency[HZPUnit] | None = None
 
     @classmethod
     def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "KeepBudgets":
-        """Make the budgets of `config`; allocates the memory of parameters that are kept."""
+        """Make the budgets of `config`, with the memory of kept parameters."""
         params = grads = None
         if config.keep_params_nbytes or config.keeps_params_in_free_memory:
             params = ParamBudget(
@@ -60,19 +57,16 @@ class KeepBudgets:
         return cls(params, grads)
 
     def grad_record(self) -> list[str]:
-        """Name the units whose gradients the last step completed, in order, for a checkpoint.
+        """Return the units whose gradients the last step completed, in order, for a checkpoint.
 
         [Note: kept after a resume] What is kept decides how gradients are grouped in sums, hence
-        their last bits, and is decided from the order of the step before. A process that goes on
-        with a run has no such step of its own: it takes the order from the checkpoint.
+        their last bits, and follows from the order of the step before. A process that resumes a run
+        has no such step of its own: it takes the order from the checkpoint.
         """
         return [] if self.grads is None else [unit.name for unit in self.grads.record]
 
     def expect_grads(self, names: Sequence[str], units: Iterable[HZPUnit]) -> None:
-        """Before a step: go on from the grad_record of a checkpoint. units: all of this rank.
-
-        One of other units (another pipeline) is left alone: then a resume is within rounding.
-        """
+        """Go on from the grad_record of a checkpoint; another pipeline's is ignored."""
         by_name = {unit.name: unit for unit in units}
         if self.grads is not None and by_name.keys() >= set(names):
             self.grads.expect([by_name[name] for name in names])
@@ -82,19 +76,19 @@ class StepState(enum.Enum):
     """State of a model chunk within or between steps; see StepScheduler.state."""
 
     IDLE = "idle"
-    """No gradient is there: since `zero_grads`."""
+    """Since `zero_grads`: there is no gradient."""
     COLLECTING = "collecting"
-    """Within a step: a forward has come, or a backward, whose gradients are not complete."""
+    """From the first forward or backward of a step until its gradients are complete."""
     COMPLETE = "complete"
-    """`sync_grads` has completed the gradients, and none came since: they may be used."""
+    """Since `sync_grads`: gradients are complete, and may be used."""
     STREAMING = "streaming"
-    """Between two steps whole parameters are being taken; then as before."""
+    """Between two steps, within `streaming`; afterwards as before."""
     ASLEEP = "asleep"
-    """Between two steps: states are on the host, and there is no memory in flight."""
+    """Between two steps: states are on the host, and no memory is in flight."""
 
 
 class OnHost(Protocol):
-    """States that are on the host (HostStates), as far as a step has to know them."""
+    """States on the host (HostStates), as far as a step knows them."""
 
     def settle(self) -> None: ...
     def free(self) -> None: ...
@@ -109,27 +103,9 @@ class StepScheduler:
         grad-sync   (last micro-batch)                    | u2 | u1 |      reductions
         param-sync  | u0 | u1 | u2 |                                       gathers
 
-    Every decision (what to gather next, which slot) is taken by the main thread from the program
-    order alone, never from timing; so it is the same on every rank of a sharding group, and so is
-    the order of collectives (law 3).
-
-    units: all units of the chunk, on one device.
-    driver: may be shared with the other chunks of this rank, whose tasks then have one order (None:
-        one of its own).
-    grad_scale: factor on the summed gradients.
-    budgets: shared by the other chunks of this rank (None: its own).
-
-    memory: what it has in flight, by formula.
-    step: number of the one that began last; num_begun: how many have, a repeated one again.
-    is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
-        sharding group, see `no_sync`.
-    _gathers_for: of what kind the last gathers were, see `meet`.
-    early_sends: what is sent before the update; use_order: of the units in a step.
-    host_states: of units whose optimizer states are on the host, None for none.
-    settings_of_update: what the optimizer is set to, which has to be the same on all ranks.
-    state: see StepState; what may be done when, `between_steps` and `refuse_use` say.
-    agrees_on_reached: whether `sync_grads` finds out which units have gradients; reached: these, of
-        any rank, since gradients were forgotten.
+    The main thread takes every decision (what to gather next, and where) from the order of the
+    program alone, never from timing. So decisions are the same on every rank of a sharding group,
+    and so is the order of collectives (law 3). Chunks of a rank that share `driver` have one order.
     """
 
     def __init__(
@@ -145,14 +121,18 @@ class StepScheduler:
         if driver is None:
             driver = start_driver(config, device_of(self.units[0].model_param.storage))
         self.driver = driver
-        self.step = self.num_begun = 0
+        self.step = 0  # number of the step that began last
+        self.num_begun = 0  # steps that have begun, a repeated one again
         self.state = StepState.IDLE
+        # Whether backward reduces gradients over the whole sharding group, see no_sync.
         self.is_last_micro_batch = False
-        self._gathers_for = "training"
+        self._gathers_for = "training"  # kind of the last gathers, see barrier_on_kind_change
         self.host_states: OnHost | None = None
+        # The optimizer's settings, which have to be the same on all ranks.
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
         self._value_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._before_sleep = self.state
+        # Whether sync_grads finds out which units have gradients on any rank: `reached`.
         self.agrees_on_reached, self.reached = False, set[HZPUnit]()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
@@ -192,11 +172,10 @@ class StepScheduler:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Around all micro-batches of a step but the last.
+        """Wrap all micro-batches of a step but the last.
 
-        When it is left, the next micro-batch is the last one: each unit's gradients are then
-        reduced over the whole sharding group while backward goes on. A loop that never enters it
-        gets the same numbers; all of that reduction then happens in `sync_grads`.
+        After it backward reduces each unit's gradients over the whole sharding group. In a loop
+        that never enters it `sync_grads` does, with the same numbers.
         """
         self.is_last_micro_batch = False
         yield
@@ -219,7 +198,6 @@ class StepScheduler:
             self._complete_grads(unit)
 
     def _complete_grads(self, unit: HZPUnit) -> None:
-        """No later micro-batch changes the gradients of `unit`."""
         self.early_sends.note_grads(unit)
         grads = self.reductions.start_sync(unit)
         if self.early_sends.choose(unit, grads, self.num_begun):  # [Note: early update]
@@ -227,10 +205,12 @@ class StepScheduler:
 
     # ---- one step
 
-    def meet(self, kind: str) -> None:
-        """Gathers of another kind than before begin, behind a sum over the ranks that gather
-        together: where one evaluates and others train, gathers of different sizes would meet. gloo
-        ends the process for that, and NCCL may give anything. So they stand still, and find out."""
+    def barrier_on_kind_change(self, kind: str) -> None:
+        """Wait for the ranks that gather together before gathers of another kind begin.
+
+        If one evaluates while others train, gathers of different sizes would meet: gloo ends the
+        process, and NCCL may return anything.
+        """
         if kind == self._gathers_for:
             return
         groups = self.units[0].groups
@@ -245,12 +225,8 @@ class StepScheduler:
         self._gathers_for = kind
 
     def zero_grads(self, number: int | None = None) -> None:
-        """Start a step, or start it again: nothing of the last one is in flight any more.
-
-        number: of the step, by which log and messages call it; None: one more than the last. A
-            step that is repeated keeps its own.
-        """
-        self.refuse_use()
+        """Start a step, or start step `number` again: nothing of the last one is in flight."""
+        self.check_usable()
         self.driver.raise_failure()
         self.sent_check.check_unwritten_at_rest(with_content=not self.driver.device.runs_ahead)
         self._order_check.send_answer()
@@ -267,20 +243,22 @@ class StepScheduler:
             unit.zero_grads()
 
     def await_readers(self) -> None:
-        """Let main parameters be written next, and gradients. What was sent early reads both, the
-        syncs of the last step read the former, where this step did not use a unit, and so do
-        gathers that are left of a step with fewer micro-batches, or of an evaluation."""
+        """Wait until no early send, sync or gather reads main parameters or gradients."""
         self.gathers.drop_spares()
         self.gathers.join_syncs()
 
     def sync_grads(self) -> None:
-        """After the last micro-batch: main_grad fragments become the sum over all ranks x scale.
+        """Complete the gradients: their fragments become the sum over all ranks x scale.
 
         Starts what backward did not start, waits for it, and compares what the ranks submitted.
-        Collective. Raises OrderMismatch on every rank of a sharding group in which one differs, and
-        ConfigurationError where neither this step nor one before it had a backward.
+        Collective.
+
+        Raises:
+            OrderMismatch: A rank of the sharding group submitted something else; on every rank of
+                it.
+            ConfigurationError: No step of this process has had a backward yet.
         """
-        self.refuse_use()
+        self.check_usable()
         self._order_check.wait()
         if self.use_order.had_backward or any(map(self.reductions.has_pending, self.units)):
             self.use_order.record_completed()
@@ -313,8 +291,8 @@ class StepScheduler:
         if (order := self.use_order.last_completed) is None:
             if self._groups_may_differ and any(unit.is_trained for unit in self.units):
                 raise ConfigurationError(
-                    "this rank has had no micro-batch yet: each group of ranks takes at least one "
-                    "in the first step of a process; give it an empty one, as model(tokens[:0])"
+                    "this rank has had no micro-batch yet, but each group of ranks needs one in "
+                    "the first step of a process. Give it an empty one, as model(tokens[:0])."
                 )
             return
         self.gathers.rebuild_in_last_order()
@@ -323,8 +301,7 @@ class StepScheduler:
             self._complete_grads(unit)
 
     def _agree_on_reached(self) -> set[HZPUnit]:
-        """The units that a backward of any rank has reached. Where gradients are sharded over all
-        ranks a backward is a reduction of all, which the comparison of orders finds equal."""
+        """Return the units that a backward of any rank has reached."""
         mine = self.reductions.reached
         topology = self.units[0].groups.topology
         if topology.sizes.grad == topology.world_size:
@@ -332,8 +309,8 @@ class StepScheduler:
         own = torch.tensor([unit in mine for unit in self.units], dtype=torch.int32)
         flags = own.to(self.units[0].device)
         self._order_check.reduce_max(flags)
-        found = cast("list[int]", flags.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return {unit for unit, flag in zip(self.units, found, strict=True) if flag}
+        are_reached = cast("list[int]", flags.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return {unit for unit, flag in zip(self.units, are_reached, strict=True) if flag}
 
     @property
     def are_grads_synced(self) -> bool:
@@ -352,16 +329,16 @@ class StepScheduler:
             self._order_check.finish()
 
     def skip_update(self) -> None:
-        """In place of the optimizer and of `sync_params`: this step has no update."""
+        """End a step without an update, in place of the optimizer and `sync_params`."""
         self.early_sends.note_outcome(self.num_begun, did_stand=False)
         self.gathers.cancel_early_sends()
 
     def sync_params(self, skip_unchanged: bool = False) -> None:
-        """After the optimizer: rebuild the parameter shards from main_param, in the background, and
-        gather the first units again.
+        """Rebuild the parameter shards from main_param, in the background, after the optimizer.
 
-        skip_unchanged: what was sent early is compared with what the update made, and is not sent
-            again where that is the same ([Note: compared with what was sent]). Collective then.
+        Args:
+            skip_unchanged: Compare early sends with what the update made, and do not send again
+                what is the same ([Note: compared with what was sent]). Collective then.
         """
         self.driver.timeline.end_computation()
         current = self.sent_check.already_current() if skip_unchanged else []
@@ -371,16 +348,18 @@ class StepScheduler:
 
     # ---- what may be done when
 
-    def between_steps(self, what: str) -> None:
-        """The door of `what`, which takes or moves the states as they are between two steps."""
-        self.refuse_use()
-        if what == "sleep()" and any(unit.is_seated for unit in self.units):
+    def check_between_steps(self, caller: str) -> None:
+        """Raise ConfigurationError if `caller` cannot take or move the states now."""
+        self.check_usable()
+        if caller == "sleep()" and any(unit.is_seated for unit in self.units):
             raise ConfigurationError(
-                "sleep() beside CUDA graphs: the states would come back at other addresses than "
-                "those that the graphs read"
+                "sleep() does not work with CUDA graphs, which read the states at fixed addresses. "
+                "Drop --cuda-graph-impl, or do not call sleep()."
             )
         if self.is_in_step:
-            raise ConfigurationError(f"{what} within a step: call it after step() or zero_grad()")
+            raise ConfigurationError(
+                f"{caller} within a step is not allowed. Call it after step() or zero_grad()."
+            )
 
     @property
     def is_in_step(self) -> bool:
@@ -392,21 +371,20 @@ class StepScheduler:
         """Whether the states are on the host."""
         return self.state is StepState.ASLEEP
 
-    def refuse_use(self) -> None:
-        """Before whatever computes with the parameters, or changes them."""
-        self.refuse_sleep()
+    def check_usable(self) -> None:
+        """Check that code may compute with the parameters, or change them, now."""
+        self.check_awake()
         if self.state is StepState.STREAMING:
             raise ConfigurationError(
-                "whole parameters are being taken: take them all, or close() the iterator, first"
+                "an iterator of whole parameters is open. Exhaust it, or close() it, first."
             )
 
     @contextmanager
     def streaming(self) -> Generator[Sequence[HZPUnit]]:
-        """Around the taking of whole parameters, of the units in the order in which the last step
-        used them. Within it nothing else may be called."""
-        self.refuse_use()
+        """Wrap the taking of whole parameters; yields the units in the order of their use."""
+        self.check_usable()
         self.settle()
-        self.meet("a stream of the weights")
+        self.barrier_on_kind_change("a stream of the weights")
         for unit in self.units:
             self.sent_check.check_unwritten(unit)
         self.sent_check.settle()
@@ -421,9 +399,7 @@ class StepScheduler:
     # ---- asleep
 
     def fall_asleep(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """After `between_steps`, while nothing is in flight: the states are on the host, where
-        `value_of` has their values; free the memory in flight. Nothing but `wake_up` and `close`
-        may be called then."""
+        """Free the memory in flight; `value_of` returns the values of states on the host."""
         self.gathers.arena.free()
         self.reductions.arena.free()
         if self.host_states is not None:
@@ -432,26 +408,26 @@ class StepScheduler:
         self.state = StepState.ASLEEP
 
     def wake_up(self) -> None:
-        """The states are back."""
+        """Allocate the memory in flight again: the states are back."""
         self.gathers.arena.allocate()
         self.reductions.arena.allocate()
         self._value_of, self.state = None, self._before_sleep
         self.gathers.note_written()
 
-    def refuse_sleep(self) -> None:
-        """Before whatever needs the states on the device."""
+    def check_awake(self) -> None:
+        """Check that the states are on the device."""
         if self.is_asleep:
-            raise ConfigurationError("the sharded model is asleep: call wake() first")
+            raise ConfigurationError("the sharded model is asleep. Call wake() first.")
 
-    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of `tensor`, which is one of the states or views it: on the host, asleep."""
+    def current_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of `tensor`, a state or a view of one: on the host while asleep."""
         return tensor if self._value_of is None else self._value_of(tensor)
 
     # ---- between steps
 
     def settle(self) -> None:
-        """Return when nothing is in flight: the units' states and their communicators are free."""
-        self.refuse_sleep()
+        """Return when nothing is in flight: states and communicators are free."""
+        self.check_awake()
         self.driver.raise_failure()
         self.sent_check.check_unwritten_at_rest(with_content=True)
         self.gathers.drop_spares()
@@ -464,20 +440,14 @@ class StepScheduler:
             self.host_states.settle()
 
     def complete_params(self) -> None:
-        """Rebuild the parameter shards from their O ranges, which the caller has written.
-
-        Between `settle` and the next forward. Collective over the sharding groups.
-        """
+        """Rebuild the parameter shards from O ranges that the caller has written. Collective."""
         for unit in self.units:
             unit.marks.note_rewritten()
             run_steps(unit.complete_param_steps())
         self.gathers.note_written()
 
     def close(self) -> None:
-        """Finish what is in flight and end the threads, unless the driver was handed in.
-
-        Raises the failure that the communication ended with, without waiting for anything.
-        """
+        """Finish what is in flight, unless the communication has failed, and end the threads."""
         try:
             if not self.is_asleep:
                 self.settle()
@@ -488,35 +458,34 @@ class StepScheduler:
     # ---- memory
 
     def state_nbytes(self) -> dict[str, int]:
-        """Bytes at rest on this rank, by state, over all units."""
+        """Return the bytes at rest on this rank, by state, over all units."""
         total: Counter[str] = Counter()
         for unit in self.units:
             total.update(unit.state_nbytes())
         return dict(total)
 
     def in_flight_nbytes(self) -> dict[str, int]:
-        """Bytes allocated for parameters and for gradients in flight; see MemoryInFlight."""
+        """Return the bytes allocated for parameters and gradients in flight (MemoryInFlight)."""
         params, grads = self.gathers.arena.nbytes, self.reductions.arena.nbytes
         if self.budgets.params is not None:
             params = self.memory.params  # that arena has the memory of all chunks, and what is kept
         return MemoryInFlight(params, grads, 0).allocated
 
     def num_places_in_use(self) -> int:
-        """Places in memory that hold parameters or gradients in flight now."""
+        """Return how many places hold parameters or gradients in flight now."""
         return self.gathers.arena.num_held + self.reductions.arena.num_held
 
 
 def _refuse_keeping(units: Sequence[HZPUnit], flag: str) -> None:
     if any(unit.is_seated for unit in units):
         raise ConfigurationError(
-            f"{flag} is not supported beside CUDA graphs: a graph reads a layer's parameters, and "
-            "leaves its gradients, where those of other layers, or micro-batches, come next; drop "
-            "one of the two"
+            f"{flag} does not work with CUDA graphs: a graph reads a layer's parameters, and "
+            "leaves its gradients, where those of the next layer come. Drop one of the two."
         )
 
 
 def memory_in_flight_of(units: Sequence[HZPUnit], config: ScheduleConfig) -> MemoryInFlight:
-    """Size a StepScheduler's memory for `units`. Raises ConfigurationError, see the formula."""
+    """Size the memory of a StepScheduler; raises ConfigurationError, see memory_in_flight."""
     return memory_in_flight(
         [unit.in_flight(config.grad_slot_nbytes) for unit in units],
         config.depth,

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Moves the gradients of a unit's parameters from where autograd, or a layer, has left them to
-where they are reduced.
-"""
+"""Moves gradients from where autograd or a layer left them to where they are reduced."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +12,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def has_grads(unit: HZPUnit) -> bool:
-    """Whether a parameter of `unit` has a gradient that was not taken yet."""
+    """Return whether a parameter of `unit` has a gradient that was not taken yet."""
     with unit.guard.without_torch_function():
         for param in unit.params:
             if param.grad is not None:
@@ -23,18 +21,14 @@ def has_grads(unit: HZPUnit) -> bool:
 
 
 def point_at_places(unit: HZPUnit, places: Sequence[torch.Tensor]) -> None:
-    """Make `places` (fp32, one per parameter) those that layers write gradients to:
-    [Note: fused gradients]."""
+    """Let layers write gradients to `places` (fp32, one per parameter): [Note: fused gradients]."""
     params: list[Any] = unit.params
     for param, place in zip(params, places, strict=True):
         param.main_grad = place
 
 
 def take_grads(unit: HZPUnit, indices: Iterable[int], taken: dict[int, torch.Tensor]) -> None:
-    """Move the gradients of the parameters `indices` of `unit`, where there are any, to `taken`.
-
-    Another one of the same parameter is added in fp32, in memory of its own.
-    """
+    """Move the gradients of the parameters `indices` to `taken`; later ones are added in fp32."""
     with unit.guard.without_torch_function():
         for index in indices:
             param = unit.params[index]
@@ -57,11 +51,13 @@ def write_grads(
     places: Sequence[torch.Tensor],
     written: set[int] | None = None,
 ) -> None:
-    """Move the gradients of the parameters `indices` of `unit`, as far as there are any, to
-    their `places` (fp32, one per parameter), with one operation for all.
+    """Move the gradients of the parameters `indices` to `places` (fp32), in one operation.
 
-    written: places that have a gradient, to which another one is added; None for all. What a
-    layer has put there itself is there already.
+    Args:
+        unit: Of the parameters.
+        indices: Those without a gradient are skipped.
+        places: One per parameter. What a layer wrote itself is there already.
+        written: Indices of places to which the next gradient is added; None: all.
     """
     is_fused = unit.overwrites_main_grads is not None
     new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
@@ -91,8 +87,7 @@ def write_grads(
 
 
 def give_grad(param: Any, grad: torch.Tensor) -> None:
-    """Let the optimizer of `param` find `grad`: as `decoupled_grad`, for which Transformer Engine's
-    Adam can be told to look, where torch takes none of its dtype."""
+    """Let the optimizer find `grad`; with another dtype than `param` as `decoupled_grad`."""
     setattr(param, "grad" if grad.dtype == param.dtype else "decoupled_grad", grad)
 
 
@@ -116,8 +111,7 @@ def zero_rest(places: Sequence[torch.Tensor], written: Container[int]) -> None:
 def pack_grads(
     piece: GradPiece, grads: Mapping[int, torch.Tensor], places: Sequence[torch.Tensor]
 ) -> None:
-    """Write what `piece` holds of `grads` (by index of the parameter) to `places` (fp32), which
-    are places_of(piece). Parameters without a gradient, and what belongs to none, become 0."""
+    """Write the part of `grads` (by index) that `piece` holds to `places`; the rest becomes 0."""
     sources: list[torch.Tensor] = []
     into: list[torch.Tensor] = []
     rest = list(places[len(piece.copies) :])  # the gaps
@@ -150,8 +144,6 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 
 
 def _has_dummy(param: Any) -> bool:
-    """Whether `param.grad` is a dummy: since this was last asked, a layer has put the gradient into
-    main_grad. For a weight that several modules use Megatron asks for dummies of zeros, to which
-    autograd adds what the others give it."""
+    """Return whether `param.grad` is a dummy for a gradient in main_grad, and reset the answer."""
     was_added, param.grad_added_to_main_grad = param.grad_added_to_main_grad, False
     return was_added and not getattr(param, "zero_out_wgrad", False)

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the search for tensors within values of any form: what modules are called with, return and
-keep."""
+"""Owns the search for tensors within values of any form."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -18,8 +17,7 @@ _Found = Iterator[tuple[str, torch.Tensor]]
 
 
 def tensors_within(value: Any, name: str = "") -> _Found:
-    """Each tensor in `value` with its path, which begins with `name`: in containers, in dataclasses
-    and in attributes of objects, however they are nested, but not in modules."""
+    """Yield the tensors in `value`, however nested but not in modules, with paths from `name`."""
     yield from _within(value, name, 6, set())  # six objects deep
 
 
@@ -44,15 +42,16 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield "".join(map(str, path)), part
     else:
         kinds: tuple[Any, ...] = type(value).__mro__
-        slots = [slot for one in kinds for slot in getattr(one, "__slots__", _MEMBERS.get(one, ()))]
+        slots = [
+            slot for kind in kinds for slot in getattr(kind, "__slots__", _MEMBERS.get(kind, ()))
+        ]
         for key in (*getattr(value, "__dict__", ()), *slots):
             if not key.startswith("__"):
                 yield f".{key}", getattr(value, key, None)
 
 
 def tensors_kept(modules: Mapping[str, nn.Module]) -> _Found:
-    """Each buffer of `modules`, and each tensor in their attributes, with its path. modules: by
-    name. What a hook sets anew before each forward (spectral_norm's weight) is left out."""
+    """Yield each buffer and tensor attribute with its path, but none that a hook sets."""
     usual = nn.Module().__dict__.keys()
     for name, module in modules.items():
         hooks: dict[int, Any] = vars(module)["_forward_pre_hooks"]
@@ -64,8 +63,7 @@ def tensors_kept(modules: Mapping[str, nn.Module]) -> _Found:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """The storage that `tensor` lies in, as a number, and the bytes of it that it reaches over,
-    half-open; None for one without (a wrapper, an empty one). On the meta device too."""
+    """Return the storage number of `tensor` and the bytes it spans, half-open, if any."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     try:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one unit: parameters that are gathered, used and released together, and the three
-persistent buffers of their states.
-"""
+"""Owns one unit: parameters that are gathered and used together, and their buffers."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -44,54 +42,42 @@ from megatron_asynchzp.zero.sent_record import SentRecord
 
 
 class IllegalTransition(RuntimeError):
-    """The full parameters are, or are not, in memory, which what was requested does not allow."""
+    """Raised when an operation needs gathered parameters and they are sharded, or the reverse."""
 
 
 class Fragment:
-    """The part of one parameter, number `index` of its unit, in this rank's optimizer shard.
-
-    held: which of its row-major elements; values: these of main_param, 1-D fp32; param: as a
-    parameter of an optimizer, NaN where `values` are on the host; grad: their place in main_grad,
-    1-D, not given to it yet (give_grad).
-    """
+    """The part of one parameter that lies in this rank's optimizer shard."""
 
     def __init__(
         self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor, is_away: bool
     ):
-        self.index, self.held, self.values, self.grad = index, held, values, grad
+        self.index = index  # of the parameter in its unit
+        self.held = held  # its row-major elements that lie in the shard
+        self.values = values  # those of main_param, 1-D fp32
+        self.grad = grad  # their place in main_grad, 1-D; see give_grad
+        # The optimizer's parameter; it reads as NaN while `values` are on the host.
         nan = torch.tensor(torch.nan, device=grad.device)
         self.param = torch.nn.Parameter(nan.expand(values.shape) if is_away else values)
 
 
 class HZPUnit:
-    """One gathered-and-released set of parameters (FSDP's unit, Megatron's buckets' place).
+    """Parameters that are unsharded, used and resharded together (FSDP's parameter group).
 
         at rest             model_param  [P shard, model dtype]
-                            main_grad    [G shard, fp32, or bf16 where groups have it so]
+                            main_grad    [G shard, fp32, or bf16 where the groups say so]
                             main_param   [O shard, fp32], within the other two ranges
         while it computes   + full parameters [padded_numel, model dtype]
         in backward         + full gradients  [padded_numel, fp32]
 
-    Where the model itself is fp32, main_param is a view of model_param: nothing is stored twice.
-    Parameters that are not trained have a model_param only.
-
-    name: for messages; params: (name, parameter) in layout order, all of one dtype and either
-    all trained or none; groups: communicators of the sharding group of this unit; shard: the P
-    shard, 1-D, where the parameters were sharded while the model was built (Construction); layer,
-    part, is_seated: see UnitPlan, a layer of its own where None.
-
-    size_key: equal for units that fit the same memory in flight.
-    views_key: equal for those whose parameters lie at the same places.
-    overwrites_main_grads: see fuse_grads, None without it.
-    marks: what changed since when.
-    fp8_gather: how the parameters travel to layers that compute in FP8, see `gather_in_fp8`.
-    sent_record: of what was sent of it.
-    is_on_host: whether its optimizer states are on the host between two updates (HostStates), and
-        is_cast, whether the parameter shard holds what the last one made of main_param.
+    In an fp32 model main_param is a view of model_param. Untrained parameters have a model_param
+    only. `params` are (name, parameter) in layout order, of one dtype, all trained or none; `shard`
+    is their P shard, 1-D, if they were sharded while the model was built (Construction).
     """
 
+    # Whether the optimizer states are on the host between two updates (HostStates).
     is_on_host = False
-    is_cast = False
+    # Whether the P shard holds what the last update made of main_param.
+    shard_is_current = False
 
     def __init__(
         self,
@@ -117,11 +103,12 @@ class HZPUnit:
         self.layout = FlatLayout.build(
             [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
         )
-        # Strings: they remember their hash.
+        # Keys as strings, which remember their hash. Equal sizes fit the same memory in flight.
         self.size_key = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
         self.size_key += f" of {groups.topology.world_size}"
+        # Equal for units whose parameters lie at the same places.
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
-        self.overwrites_main_grads: bool | None = None
+        self.overwrites_main_grads: bool | None = None  # None without fuse_grads
         self.fp8_gather: Fp8Gather | None = None
         self._full_param: torch.Tensor | None = None
         self.guard = ParamGuard(self.params)
@@ -179,12 +166,12 @@ class HZPUnit:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of its full parameters."""
+        """Bytes of the full parameters."""
         return self.layout.padded_numel * self.dtype.itemsize
 
     @cached_property
     def outer_traffic(self) -> OuterTraffic:
-        """Traffic of a step, in bytes."""
+        """Bytes that a step sends outside the parameter shard."""
         topology = self.groups.topology
         itemsizes = self.dtype.itemsize, self.groups.grad_dtype.itemsize
         numel, ranks = self.layout.padded_numel, topology.world_size
@@ -192,7 +179,7 @@ class HZPUnit:
 
     @property
     def is_main_param_aliased(self) -> bool:
-        """Whether main_param is a view of model_param (fp32 models)."""
+        """Whether main_param is a view of model_param, as in fp32 models."""
         return self.dtype == torch.float32
 
     @property
@@ -204,18 +191,17 @@ class HZPUnit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the full parameters are in memory, and every parameter is a view of them.
-        Otherwise each is a placeholder that reads as NaN."""
+        """Whether parameters are views of gathered memory, not placeholders that read as NaN."""
         return self._full_param is not None
 
-    def gather_steps(self, full: torch.Tensor) -> Steps:
+    def unshard_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
         return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
-    def gather_for_layers_steps(self, full: torch.Tensor) -> Steps:
-        """gather_steps, by which layers that compute in FP8 get what they would make of it."""
+    def unshard_for_layers_steps(self, full: torch.Tensor) -> Steps:
+        """Gather into `full` what layers read, in FP8 where gather_in_fp8 says so."""
         if self.fp8_gather is None:
-            return self.gather_steps(full)
+            return self.unshard_steps(full)
         shard = self.model_param
         place = shard.range.start // shard.range.numel
         return self.fp8_gather.steps(shard.storage, place, full, self.groups.unshard)
@@ -223,38 +209,36 @@ class HZPUnit:
     def gather_in_fp8(
         self, names: Collection[str], grid: WeightGrid, is_computing: Callable[[], bool]
     ) -> None:
-        """From here on let the parameters `names`, which layers read in FP8 on `grid` alone, travel
-        to them as codes, where less travels then. is_computing: see Fp8Gather."""
+        """Gather `names`, which layers read on the FP8 `grid`, as codes if those are shorter."""
         if self.dtype != torch.bfloat16 or self.is_always_unsharded:
             return
         numbers = [index for index, name in enumerate(self.param_names) if name in names]
         shards = self.groups.topology.sizes.param
-        gather = Fp8Gather(self.layout, shards, numbers, grid, is_computing)
-        self.fp8_gather = gather if gather.is_shorter else None
+        coded = Fp8Gather(self.layout, shards, numbers, grid, is_computing)
+        self.fp8_gather = coded if coded.is_shorter else None
 
-    def refuse_other_grid(self) -> None:
-        """Raise ConfigurationError where layers are called that would read codes as weights."""
+    def check_called_in_fp8(self) -> None:
+        """Raise ConfigurationError if a layer outside FP8 is called and would read FP8 codes."""
         if self.fp8_gather is not None and not self.fp8_gather.is_computing():
             raise ConfigurationError(
-                f"{self.name} is called outside FP8, and its weights were gathered in FP8; drop "
-                "--fp8-param-gather"
+                f"{self.name} is called outside FP8, but its weights were gathered in FP8. Call it "
+                "within FP8, or drop --fp8-param-gather."
             )
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The place of each parameter in `full` (1-D, padded_numel, any dtype), in its shape."""
+        """Return the place of each parameter in `full` (1-D, padded_numel), in its shape."""
         return FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full).param_views()
 
-    def point_at(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """Make every parameter one of `views`, which are views_of(full); `full` holds the gathered
-        parameters."""
+    def to_unsharded(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Make the parameters `views`, views_of(full), of the gathered values in `full`."""
         if self.is_unsharded:
-            raise IllegalTransition(f"{self.name}: its parameters are gathered already")
+            raise IllegalTransition(f"{self.name}: its parameters are unsharded already")
         self._full_param = full
         self.guard.reveal()
         self._point_params_at(views)
 
     def reshard(self) -> None:
-        """Drop the full parameters. No-op where they are dropped already or never sharded."""
+        """Drop the full parameters, if they are unsharded and can be."""
         if self.is_always_unsharded or not self.is_unsharded:
             return
         self._point_params_at(self.placeholders)
@@ -263,22 +247,22 @@ class HZPUnit:
 
     @property
     def full_param_storage(self) -> torch.Tensor:
-        """1-D tensor of the gathered parameters; raises IllegalTransition where sharded."""
+        """The gathered parameters, 1-D; raises IllegalTransition while they are sharded."""
         if self._full_param is None:
-            raise IllegalTransition(f"{self.name}: its parameters are not gathered")
+            raise IllegalTransition(f"{self.name}: its parameters are sharded")
         return self._full_param
 
     def is_gathered_at(self, pointer: int) -> bool:
-        """Whether the full parameters are in the storage that starts at address `pointer`."""
+        """Return whether the full parameters lie in the storage at address `pointer`."""
         full = self._full_param
         return full is not None and full.untyped_storage().data_ptr() == pointer
 
     def params_at_rest(self) -> list[torch.Tensor]:
-        """Return the tensors that hold the memory of its parameters between two uses."""
+        """Return the tensors that hold the memory of the parameters between two uses."""
         return [self.model_param.storage, *self.placeholders]
 
     def states(self) -> list[torch.Tensor]:
-        """Return the tensors of a trained unit that are at rest beside model_param."""
+        """Return the tensors that a trained unit has on the device besides its parameters."""
         if not self.is_trained:
             return []
         own = [self.main_grad.storage, *self.marks.bits.values(), *self.sent_record.states()]
@@ -288,16 +272,16 @@ class HZPUnit:
 
     @cached_property
     def whole_grads(self) -> list[torch.Tensor]:
-        """The place of each parameter's gradient in main_grad, where that is the whole."""
+        """The place of each gradient in main_grad, where that is the whole."""
         return self.main_grad.param_views()
 
     def fuse_grads(self, overwrites: bool) -> None:
-        """Let layers put the gradients of their weights where they are collected themselves.
+        """Let layers put the gradients of their weights where they are collected.
 
-        [Note: fused gradients] Megatron's DDP, and Transformer Engine for it: in backward a layer
-        finds the place in `param.main_grad` (point_at_places), adds to it, sets
-        `grad_added_to_main_grad` and gives autograd a dummy of undefined values. `overwrites`: it
-        writes over what is there, with `overwrite_main_grad`. Layers read that in forward.
+        [Note: fused gradients] As with Megatron's DDP, a layer of Transformer Engine adds its
+        gradient to `param.main_grad` (point_at_places) in backward, sets `grad_added_to_main_grad`
+        and gives autograd a dummy. With `overwrite_main_grad`, which layers read in forward, it
+        writes over the place.
         """
         if self.overwrites_main_grads is not overwrites:
             self.overwrites_main_grads = overwrites
@@ -306,7 +290,7 @@ class HZPUnit:
                 param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
 
     def in_flight(self, slot_nbytes: int) -> UnitInFlight:
-        """Size what this unit needs beside its states; slot_nbytes: see ScheduleConfig."""
+        """Return what this unit needs in flight; `slot_nbytes`: see ScheduleConfig."""
         need = UnitInFlight.of(
             self.layer,
             self.layout.padded_numel,
@@ -323,18 +307,17 @@ class HZPUnit:
         return need
 
     def reduction_nbytes(self, piece: GradPiece) -> int:
-        """Memory that reducing `piece` takes, the piece included."""
+        """Return the bytes that reducing `piece` takes, the piece included."""
         sizes = [axis_group.axis.size for axis_group in self.groups.grad_reduce]
         return reduction_nbytes(piece.numel, sizes, self.groups.grad_dtype.itemsize)
 
     def reduce_steps(
         self, full: torch.Tensor, shards: Sequence[torch.Tensor], own: torch.Tensor
     ) -> Steps:
-        """Reduce-scatter `full`, a piece of the gradients, over the G axes in fp32 and add this
-        rank's part to `own`, its part of main_grad.
+        """Reduce-scatter a piece of the gradients over the G axes in fp32 and add it to `own`.
 
-        shards: memory for it (new_shards). A rank whose parameters got no gradient contributes
-        zeros, so that the ranks agree on what is issued.
+        `shards` is memory for it (new_shards). A rank without gradients contributes zeros, so that
+        all ranks issue the same.
         """
         last = yield from _reduce_scatter_steps(
             full, self.groups.grad_reduce, shards, self.groups.grad_dtype
@@ -342,11 +325,10 @@ class HZPUnit:
         return followed_by(last, lambda: own.add_(shards[-1]))
 
     def sync_grad_steps(self, scale: float) -> Steps:
-        """Once per step: sum the gradients over the axes from G to O and over the replicas.
+        """Sum the gradients over the axes from G to O and over the replicas, once per step.
 
-        Afterwards the O range of main_grad holds the sum over the sharding group times `scale`;
-        the rest of main_grad is meaningless until `zero_grads`. The memory between is taken on
-        the stream that runs this and is free for it again at the end.
+        Then the O range of main_grad holds the sum times `scale`, and the rest is meaningless until
+        `zero_grads`. The stream that runs this allocates the memory between.
         """
         shard, groups = self.main_grad.storage, self.groups
         last, shards = None, list[torch.Tensor]()
@@ -372,8 +354,7 @@ class HZPUnit:
         return followed_by(holding(last, *shards), end)
 
     def reopen_grads(self, scale: float) -> None:
-        """Undo sync_grad_steps(scale), so that more gradients can be added to their sum: it counts
-        as what one replica has collected."""
+        """Undo sync_grad_steps(scale): the sum counts as what replica 0 has collected."""
         own = self.main_grad.view(self.optim_range)
         total = own / scale
         self.main_grad.storage.zero_()
@@ -392,15 +373,15 @@ class HZPUnit:
             self.main_grad.storage.zero_()
 
     def main_grad_fragments(self) -> list[torch.Tensor]:
-        """Return this rank's optimizer shard of each parameter's gradient: 1-D views."""
+        """Return this rank's optimizer shard of each gradient, as 1-D views."""
         return self.main_grad.sub_buffer(self.optim_range).fragment_views()
 
     def main_param_fragments(self) -> list[torch.Tensor]:
-        """Return this rank's optimizer shard of each parameter: 1-D fp32 views."""
+        """Return this rank's optimizer shard of each parameter, as 1-D fp32 views."""
         return self.main_param.fragment_views()
 
     def new_fragments(self) -> "list[Fragment]":
-        """Return the fragment of each parameter in this optimizer shard; some are empty."""
+        """Return a fragment of each parameter of a trained unit, empty ones included."""
         main, is_away = self.main_param, self.is_main_param_away
         return [
             Fragment(index, *main.elements_of(index), grad, is_away)
@@ -408,24 +389,22 @@ class HZPUnit:
         ]
 
     def hold_on_host(self, memory: torch.Tensor) -> None:
-        """From now on the optimizer states are on the host, main_param in `memory` (1-D, fp32),
-        unless it is a view of model_param. Before `new_fragments`."""
+        """Keep the optimizer states on the host from now on; `memory` is for main_param."""
         self.is_on_host = True
         if not self.is_main_param_aliased:
             memory.copy_(self.main_param.storage)
             self.main_param = FlatBuffer(self.layout, self.optim_range, memory)
 
     @property
-    def is_counted(self) -> bool:
-        """Whether sums over all ranks take this unit's O range from this rank, and not from another
-        replica of it."""
+    def is_first_replica(self) -> bool:
+        """Whether sums over all ranks take the O range from this rank, not from a replica."""
         return self.groups.topology.replica_index == 0
 
     # ---- after the optimizer
 
     @torch.no_grad()
     def copy_model_to_main(self) -> None:
-        """Derive main_param from model_param (after the model was loaded)."""
+        """Set main_param to the values of model_param, after the model was loaded."""
         if self.is_trained and not self.is_main_param_aliased:
             self.main_param.storage.copy_(self.model_param.view(self.optim_range))
 
@@ -434,19 +413,16 @@ class HZPUnit:
         self.marks.write(values, self.model_param.view(self.optim_range))
 
     def sync_param_steps(self) -> Steps:
-        """Once per step: cast main_param to the model dtype and gather it into the P shard."""
-        if not (self.is_main_param_aliased or self.is_cast):
+        """Cast main_param to the model dtype and gather it into the P shard, once per step."""
+        if not (self.is_main_param_aliased or self.shard_is_current):
             self.cast_main_param(self.main_param.storage.to(self.device))
-        self.is_cast = False
+        self.shard_is_current = False
         if self.sent_record.is_watched:
             self.sent_record.note_sent()
         return (yield from self.complete_param_steps())
 
     def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
-        """Gather into the P shard what `update` makes of main_param, which stays as it is.
-
-        update: called with a copy of this rank's main parameters, 1-D fp32.
-        """
+        """Gather into the P shard what `update` makes of a copy of main_param."""
         if self.is_main_param_aliased:
             return (yield from self._preview_beside_steps(update))
         copy = self.main_param.storage.clone()
@@ -456,9 +432,7 @@ class HZPUnit:
         return (yield from self.complete_param_steps())
 
     def _preview_beside_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
-        """preview_param_steps, where this rank's O range of the P shard is main_param itself: only
-        the other ranks' ranges may change. Whoever trains may read and write main_param until the
-        update."""
+        """Do that without a write to this rank's range of the P shard, which is main_param."""
         own = self.optim_range.within(self.model_param.range)
         gathered = torch.empty_like(self.model_param.storage)
         copy = gathered[own.start : own.stop].copy_(self.main_param.storage)
@@ -466,20 +440,19 @@ class HZPUnit:
         self.sent_record.note_sent(copy)
         last = yield from all_gather_steps(copy, gathered, self.groups.param_sync)
 
-        def take_others() -> None:
+        def copy_other_ranges() -> None:
             for part in (slice(own.start), slice(own.stop, None)):
                 self.model_param.storage[part].copy_(gathered[part])
 
-        return followed_by(last, take_others)
+        return followed_by(last, copy_other_ranges)
 
     def complete_param_steps(self) -> Steps:
-        """Gather the P shard from what the ranks hold of it in their O ranges."""
+        """Gather the P shard from the ranks' O ranges."""
         own = self.model_param.view(self.optim_range)
         return all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
 
     def state_nbytes(self) -> dict[str, int]:
-        """Bytes this rank holds at rest on the device, by state; an aliased main_param counts as
-        zero."""
+        """Return the bytes at rest on the device, by state; an aliased main_param counts as 0."""
         trained = self.is_trained
         return {
             "model_param": self.model_param.nbytes,
@@ -496,7 +469,7 @@ def _reduce_scatter_steps(
     shards: Sequence[torch.Tensor],
     dtype: torch.dtype,
 ) -> Steps:
-    """Reduce-scatter in fp32; each contribution travels in `dtype`."""
+    """Reduce-scatter in fp32, with contributions that travel in `dtype`."""
     is_rounded = dtype != torch.float32
     return (rounded_reduce_scatter_steps if is_rounded else reduce_scatter_steps)(
         full, axes, shards

@@ -10,9 +10,8 @@ from megatron_asynchzp.zero.unit import HZPUnit
 class UseOrder:
     """The orders of this step, and of the last one that had a micro-batch.
 
-    [Note: no micro-batch] A rank whose group has no micro-batch in a step does what crosses the
-    groups where the other ranks do it: in the order of the program, which is the one in which this
-    rank's last step with a micro-batch went.
+    [Note: no micro-batch] A rank whose group has no micro-batch in a step does what crosses groups
+    in the order of the program: the one in which its last step with a micro-batch went.
     """
 
     def __init__(self, units: Sequence[HZPUnit]):

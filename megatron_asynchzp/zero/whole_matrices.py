@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns where matrices that are sharded over the O ranks are made whole: the owner of each, the
-rounds they go through, and the collectives there and back. What is computed with them is not
-known here.
-"""
+"""Owns how matrices that are sharded over the O ranks are brought to an owner each, and back."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,38 +16,38 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A parameter of which each rank holds what lies in its O range: number `index` of `unit`."""
+    """Parameter number `index` of `unit`, of which each rank holds the part in its O range."""
 
     unit: HZPUnit
     index: int
 
     @property
     def param(self) -> torch.nn.Parameter:
+        """The parameter."""
         return self.unit.params[self.index]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
         return self.unit.layout.slices[self.index].shape
 
     @property
     def numel(self) -> int:
+        """Its elements."""
         return prod(self.shape)
 
     def held_numel(self, topology: ShardTopology, shard_size: int) -> int:
-        """Elements of it in a shard of `shard_size` of the rank that `topology` is of."""
+        """Return its elements in a shard of `shard_size` of the rank of `topology`."""
         own = topology.shard_range(shard_size, self.unit.layout.padded_numel)
         return own.intersect(self.unit.layout.slices[self.index].range).numel
 
 
 Pieces = MutableMapping[Matrix, torch.Tensor]
-"""1-D fp32, of each matrix what one rank holds of it."""
+"""1-D fp32: the part of each matrix that this rank holds."""
 
 
 def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
-    """The owner of each piece of work: the dearest first, each to the owner with least to do.
-
-    No owner does more than 4/3 of what the busiest one does in the best assignment (Graham 1969).
-    """
+    """Return owners: the dearest piece first, to the least busy; 4/3 of the best (Graham 1969)."""
     loads = [0.0] * num_owners
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -60,10 +57,7 @@ def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
 
 
 def fill_rounds(numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
-    """The indices of each round: of every owner the next ones, up to `limit` elements of each.
-
-    A piece of more than `limit` elements has a round of its owner for itself.
-    """
+    """Return the indices of each round: every owner's next `limit` elements, or one piece."""
     rounds: list[list[int]] = []
     filled: dict[int, tuple[int, int]] = {}  # of each owner: its latest round, and its elements
     for index, (numel, owner) in enumerate(zip(numels, owners, strict=True)):
@@ -78,19 +72,16 @@ def fill_rounds(numels: Sequence[int], owners: Sequence[int], limit: int) -> lis
 
 @dataclass(frozen=True, eq=False)
 class _Hop:
-    """The exchange along one axis, as this rank takes part in it.
-
-    sent: the matrices whose pieces leave this rank, by the coordinate of their owner; sent_numels:
-    of each; arriving: those whose owner has this rank's coordinate, of which every rank along the
-    axis sends what it holds; arriving_numels: per rank, of each.
-    """
+    """The exchange along one axis, as this rank takes part in it."""
 
     axis: AxisGroup
+    # Matrices whose pieces leave this rank, by the coordinate of their owner.
     sent: list[Matrix]
-    sent_numels: list[int]
-    sent_splits: list[int]
+    sent_numels: list[int]  # of each matrix
+    sent_splits: list[int]  # to each rank
+    # Matrices whose owner has this rank's coordinate; every rank along the axis sends its piece.
     arriving: list[Matrix]
-    arriving_numels: list[list[int]]
+    arriving_numels: list[list[int]]  # per rank, of each matrix
 
     @property
     def arriving_splits(self) -> list[int]:
@@ -105,13 +96,14 @@ class Round:
         owner 0's matrix                 -----------------        -------------
         a  c  b  d       ->              a b   c d          ->    a b c d
 
-    One axis at a time, the outermost first, where the pieces are smallest. The pieces that meet on
-    a rank lie next to each other in the matrix, in the order of the ranks along the axis, because
-    that axis cut them last. So nothing is sorted, and no communicator is needed beside those of
-    the reductions.
+    One axis at a time, the outermost first, where the pieces are smallest. Pieces that meet on a
+    rank lie next to each other in the matrix, in the order of the ranks along the axis, because
+    that axis cut them last. So nothing is sorted, and the communicators of the reductions suffice.
 
-    groups: of all the matrices.
-    owners: a rank within the O ranks for each.
+    Args:
+        matrices: Of this round.
+        owners: For each, a rank within the O ranks.
+        groups: Of all the matrices.
     """
 
     def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int], groups: ShardGroups):
@@ -185,11 +177,10 @@ def _plan_hops(
 def plan_rounds(
     matrices: Sequence[Matrix], costs: Sequence[float], groups: ShardGroups
 ) -> list[Round]:
-    """The rounds in which every matrix is whole on one O rank, the same ones on all O ranks.
+    """Return the rounds in which every matrix is whole on one O rank, equal on all O ranks.
 
-    matrices: of one sharding group, in an order equal on all its ranks.
-    costs: of the work on each. In a round a rank owns at most as many elements as the largest
-        matrix has.
+    In a round a rank owns at most as many elements as the largest matrix has. The order of
+    `matrices` is equal on all ranks of their sharding group.
     """
     order = sorted(range(len(matrices)), key=lambda index: -costs[index])
     owners = assign_owners([costs[index] for index in order], groups.topology.sizes.optim)

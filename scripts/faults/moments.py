@@ -16,7 +16,7 @@ from typing import Any
 
 REACHED, STRUCK = "reached", "struck"
 _STEPS = {
-    "gather": "gather_steps",
+    "gather": "unshard_steps",
     "reduce": "reduce_steps",
     "grad-sync": "sync_grad_steps",
     "param-sync": "sync_param_steps",

@@ -486,15 +486,17 @@ def refuse_all() -> list[str]:
 def test_what_cannot_be_streamed_is_refused_in_one_line_and_nothing_is_lost():
     unknown = "no mark 'nothing' of the weights; there are"
     other = "this rank calls stream_weights(receivers=[{}], dtype=None), another one stream"
-    taken, asleep = "whole parameters are being taken", "the sharded model is asleep"
+    taken, asleep = "an iterator of whole parameters is open", "the sharded model is asleep"
     for rank, said in enumerate(run_ranks(refuse_all, 2)):
         assert all(line.startswith(unknown) and "\n" not in line for line in said[:2])
         assert [line.partition("(")[0] for line in said[2:5]] == ["stream_weights"] * 3
         assert said[5].startswith(other.format(rank))
         assert "still kept" in said[6] and "was written to" in said[7]
-        assert [line.partition(":")[0] for line in said[8:13]] == [taken] * 5
-        within = ["stream_weights() within a step", "mark_weights() within a step"]
-        assert [line.partition(":")[0] for line in said[13:]] == [*within, asleep, asleep]
+        assert [line.partition(".")[0] for line in said[8:13]] == [taken] * 5
+        within = [
+            f"{call}() within a step is not allowed" for call in ("stream_weights", "mark_weights")
+        ]
+        assert [line.partition(".")[0] for line in said[13:]] == [*within, asleep, asleep]
 
 
 # ---- the same in short
@@ -552,7 +554,7 @@ PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_bit_pattern_that_becomes_another_one_is_marked_and_no_other(dtype):
     values = PATTERNS.view(dtype)
-    marks = Marks(values.numel(), values.device, is_trained=True, is_cast=True)
+    marks = Marks(values.numel(), values.device, is_trained=True, writes_are_casts=True)
     zeros = torch.zeros(values.numel(), dtype=torch.float32)
     for before, after in (
         (values, values.roll(1)),

@@ -199,7 +199,7 @@ REFUSED = {
     "not map",
     "in a step": "stream_weights(): within a step: call it after optimizer.step()",
     "interrupted": "stream_weights(): a step began before all weights were taken",
-    "asleep": "stream_weights(): the sharded model is asleep: call wake() first",
+    "asleep": "stream_weights(): the sharded model is asleep. Call wake() first.",
 }
 
 

@@ -65,8 +65,8 @@ def unshard(unit: HZPUnit) -> None:
     """Gather the parameters of `unit` into new memory, at once. Collective over its P group."""
     if not unit.is_unsharded:
         full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
-        run_steps(unit.gather_steps(full))
-        unit.point_at(full, unit.views_of(full))
+        run_steps(unit.unshard_steps(full))
+        unit.to_unsharded(full, unit.views_of(full))
 
 
 @cache

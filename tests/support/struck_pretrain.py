@@ -139,7 +139,7 @@ def prepare() -> None:
     from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
     from megatron_asynchzp.zero.unit import HZPUnit
 
-    steps = {"gather": "gather_steps", "reduce": "reduce_steps", "preview": "preview_param_steps"}
+    steps = {"gather": "unshard_steps", "reduce": "reduce_steps", "preview": "preview_param_steps"}
     for place in filter(PLAN.awaits, steps):
         visit_amid(HZPUnit, steps[place], partial(PLAN.visit, place))
     visit_before(ChunkCheckpoint, "load_state_dict", partial(PLAN.visit, "load"))

@@ -98,7 +98,7 @@ def assert_named(seen: Seen) -> None:
 # --- an exception in a task --------------------------------------------------------------------
 
 STEPS_OF = {
-    "gather": "gather_steps",
+    "gather": "unshard_steps",
     "reduce": "reduce_steps",
     "grad-sync": "sync_grad_steps",
     "param-sync": "sync_param_steps",

@@ -17,7 +17,7 @@ def test_the_pieces_in_which_values_are_compared_change_nothing(monkeypatch, pie
     monkeypatch.setattr(marks_module, "_PIECE_NUMEL", piece)
     numel = 64
     place = torch.zeros(numel, dtype=torch.bfloat16)
-    marks = Marks(numel, CPU, is_trained=True, is_cast=True)
+    marks = Marks(numel, CPU, is_trained=True, writes_are_casts=True)
     marks.set("one")
     values = torch.zeros(numel)
     expected = torch.zeros(numel, dtype=torch.bool)
@@ -30,7 +30,7 @@ def test_the_pieces_in_which_values_are_compared_change_nothing(monkeypatch, pie
 
 
 def test_a_mark_that_is_set_again_forgets_that_all_was_rewritten():
-    marks = Marks(16, CPU, is_trained=True, is_cast=True)
+    marks = Marks(16, CPU, is_trained=True, writes_are_casts=True)
     marks.set("one")
     marks.note_rewritten()
     assert marks.may_have_changed("one") and not marks.bits
@@ -40,7 +40,7 @@ def test_a_mark_that_is_set_again_forgets_that_all_was_rewritten():
 
 
 def test_what_is_not_trained_changes_only_when_it_is_rewritten():
-    marks = Marks(16, CPU, is_trained=False, is_cast=True)
+    marks = Marks(16, CPU, is_trained=False, writes_are_casts=True)
     marks.set("one")
     assert not marks.may_have_changed("one")
     marks.note_rewritten()

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.part import Part
+from megatron_asynchzp.zero.manual_region import ManualRegion
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes, on_submit
 from tests.support.toy_models import ToyLM, toy_batch
@@ -31,7 +31,7 @@ class Stage:
     places: of these gradients, where a graph that computes them was captured to leave them.
     """
 
-    part: Part
+    part: ManualRegion
     run: Callable[[torch.Tensor], torch.Tensor]
     late: list[nn.Parameter] = field(default_factory=list)
     places: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
@@ -67,12 +67,12 @@ def stages_of(model: ToyLM, runtime: HZPRuntime, is_late: bool, places: Places) 
     unit_of = {param: unit for unit in runtime.units for param in unit.params}
     seen: set = set()
 
-    def part(*modules: nn.Module) -> Part:
+    def part(*modules: nn.Module) -> ManualRegion:
         params = [param for module in modules for param in module.parameters()]
         units = list(dict.fromkeys(unit_of[param] for param in params))
         completes = [unit for unit in units if unit not in seen]
         seen.update(units)
-        return runtime.part(units, completes)
+        return runtime.manual_region(units, completes)
 
     def up(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, nn.functional.gelu(block.up(block.norm(x)))), -1)
@@ -187,8 +187,10 @@ def test_a_model_in_parts_has_the_gradients_of_its_calls_in_every_bit():
 def call_what_is_not_named() -> None:
     trainer = EngineTrainer(build_toy(), (2, 2, 2))
     trainer.runtime.zero_grads()
-    with pytest.raises(RuntimeError, match="blocks.1 is called in a part that does not name it"):
-        with trainer.runtime.part(trainer.runtime.units[:1]).forward():
+    with pytest.raises(
+        RuntimeError, match="blocks.1 is called in a manual region that does not name it"
+    ):
+        with trainer.runtime.manual_region(trainer.runtime.units[:1]).forward():
             trainer.model.blocks[1](torch.zeros(1, 1, 16))
     trainer.runtime.detach()
 
@@ -197,7 +199,7 @@ def compute_again() -> None:
     trainer = EngineTrainer(build_toy(), (2, 2, 2))
     first, second = (block.norm.weight for block in trainer.model.blocks[:2])
     unit_of = {param: unit for unit in trainer.runtime.units for param in unit.params}
-    part = trainer.runtime.part([unit_of[second]], recomputed=[unit_of[first]])
+    part = trainer.runtime.manual_region([unit_of[second]], recomputed=[unit_of[first]])
 
     def are_gathered() -> list[bool]:
         return [bool(weight.isfinite().all()) for weight in (first, second)]
@@ -205,17 +207,17 @@ def compute_again() -> None:
     trainer.runtime.zero_grads()
     with part.forward():
         assert are_gathered() == [False, True]
-    assert not trainer.runtime.is_in_part
+    assert not trainer.runtime.is_in_region
     with part.backward():
         assert are_gathered() == [True, True]
-    assert are_gathered() == [False, False] and not trainer.runtime.is_in_part
+    assert are_gathered() == [False, False] and not trainer.runtime.is_in_region
     trainer.runtime.detach()
 
 
 def ask_for_a_part_with_fused_gradients() -> None:
     trainer = EngineTrainer(build_toy(), (2, 2, 2), fuses_grads=True)
-    with pytest.raises(RuntimeError, match="cannot be run in parts"):
-        trainer.runtime.part(trainer.runtime.units)
+    with pytest.raises(RuntimeError, match="cannot run in manual regions"):
+        trainer.runtime.manual_region(trainer.runtime.units)
     trainer.runtime.detach()
 
 

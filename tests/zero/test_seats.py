@@ -66,14 +66,14 @@ def draw(dice: random.Random) -> Program:
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_unit_has_one_address_over_random_programs_and_nothing_races(monkeypatch, count: int):
     dice = random.Random(count)
-    point_at = HZPUnit.point_at
+    original = HZPUnit.to_unsharded
     places: dict[HZPUnit, set[int]] = defaultdict(set)
 
     def noted(unit: HZPUnit, full, views) -> None:
         places[unit].add(full.data_ptr())
-        point_at(unit, full, views)
+        original(unit, full, views)
 
-    monkeypatch.setattr(HZPUnit, "point_at", noted)
+    monkeypatch.setattr(HZPUnit, "to_unsharded", noted)
     num_several = 0
     for number in range(count):
         program = draw(dice)
@@ -134,8 +134,8 @@ def test_less_memory_than_the_seats_need_and_kept_memory_are_refused_in_one_line
 
 def test_the_states_of_units_with_a_seat_stay_where_a_graph_reads_them():
     done = execute(Program((UnitShape(is_seated=True),) * 2, (Step(),)))
-    with pytest.raises(ConfigurationError, match=r"^sleep\(\) beside CUDA graphs: .*$"):
-        done.scheduler.between_steps("sleep()")
+    with pytest.raises(ConfigurationError, match=r"^sleep\(\) does not work with CUDA graphs, .*$"):
+        done.scheduler.check_between_steps("sleep()")
 
 
 class Layer(nn.Linear):
@@ -192,7 +192,7 @@ _SHAPE = r"its first tensor of torch.float32 .*\[4, 2, 8\]"
 def test_other_inputs_than_were_captured_are_refused_in_one_line(inputs, said):
     module, _ = captured_layer(X, mask=MASK, rotary=(ROTARY, ROTARY))
     called = {"x": X, "mask": MASK, "rotary": (ROTARY, ROTARY), **inputs}
-    with pytest.raises(ConfigurationError, match=rf"^layers\.0 is called with {said}.*: keep .*$"):
+    with pytest.raises(ConfigurationError, match=rf"^layers\.0 is called with {said}.*\. Keep .*$"):
         module(**called)
     called["x"] = called["x"].float()
     module.eval()(**called)  # without a graph
@@ -266,7 +266,9 @@ def test_a_view_that_outlives_its_unit_is_refused_where_the_next_one_writes_to_i
         scheduler.zero_grads()
         scheduler.gathers.unshard(units[0])
         kept = units[0].params[0].detach()
-        with pytest.raises(ConfigurationError, match=r"^u0 keeps views .* drop --cuda-graph-impl$"):
+        with pytest.raises(
+            ConfigurationError, match=r"^u0 keeps views .* Drop --cuda-graph-impl\.$"
+        ):
             scheduler.gathers.reshard(units[0])
         scheduler.gathers.unshard(units[1])
         scheduler.gathers.reshard(units[1])

@@ -178,7 +178,7 @@ def check_failing_gather() -> None:
         raise RuntimeError("the network is gone")
         yield
 
-    unit.gather_steps = gone
+    unit.unshard_steps = gone
     with pytest.raises(RuntimeError, match="the network is gone"):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             toy_loss(trainer.model, toy_batch(0, 0, 0))

@@ -138,7 +138,7 @@ class OptimizerCheckpoint:
             if not unit.is_main_param_aliased:  # else they are the model's parameters
                 is_away = unit.is_main_param_away
                 values = unit.main_param.elements_of(index)[1] if is_away else fragment.data
-                tensors[main_param] = checkpoint.at_rest(values)
+                tensors[main_param] = checkpoint.current_values(values)
             for name, values in tensors.items():
                 states[unit].setdefault(name, []).append(held_part(unit, index, values))
         return states

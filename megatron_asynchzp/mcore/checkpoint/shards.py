@@ -208,15 +208,15 @@ class ChunkCheckpoint:
         for unit in self._runtime.units:
             if unit.is_trained == is_trained and is_read_here(unit):
                 shard = unit.model_param
-                held = FlatBuffer(unit.layout, shard.range, self.at_rest(shard.storage))
+                held = FlatBuffer(unit.layout, shard.range, self.current_values(shard.storage))
                 views = held.sub_buffer(unit.optim_range).fragment_views()
                 states[unit] = {"": [held_part(unit, *pair) for pair in enumerate(views)]}
         for unit, _, held in runs_to_write(states):
             yield from self.shards_of(unit, held)
 
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
-        """See StepScheduler.at_rest."""
-        return self._runtime.at_rest(values)
+        """See StepScheduler.current_values."""
+        return self._runtime.current_values(values)
 
     @property
     def units(self) -> Sequence[HZPUnit]:
@@ -245,7 +245,7 @@ class ChunkCheckpoint:
 
         Raises ConfigurationError if the checkpoint lacks an entry that the model has.
         """
-        self._runtime.refuse_sleep()
+        self._runtime.check_awake()
         rest = dict(state_dict)
         for key, asked in self._asked.items():
             fill(asked, rest.pop(key, {}))

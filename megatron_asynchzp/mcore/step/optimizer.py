@@ -254,7 +254,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
         runtime = self.model_chunks[0].runtime
         if is_loading:
-            runtime.refuse_sleep()
+            runtime.check_awake()
         if not runtime.is_asleep:
             runtime.settle()
             self._init_state()
@@ -346,7 +346,7 @@ class ShardedParameters:
             self._grads[fragment] = own.grad
             owned.append(fragment)
             self.places[fragment] = FragmentPlace(chunk.checkpoint, unit, own.index)
-            if unit.is_counted:
+            if unit.is_first_replica:
                 self._counted.add(fragment)
 
     def attach_grads(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.part import Part
+from megatron_asynchzp.zero.manual_region import ManualRegion
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -40,7 +40,7 @@ def _wrap_plans(model: Any, runtime: HZPRuntime) -> None:
         for node, params, late, again in _needs(plan, model):
             late_too = units_of([*params, *late])
             completes = [unit for unit in late_too if unit not in seen]
-            _join(node, runtime.part(units_of(params), completes, units_of(again)))
+            _join(node, runtime.manual_region(units_of(params), completes, units_of(again)))
             seen |= dict.fromkeys(late_too)
         return plan
 
@@ -89,7 +89,7 @@ def _params(module: nn.Module | None) -> _Params:
     return [] if module is None else list(module.parameters())
 
 
-def _join(node: Any, part: Part) -> None:
+def _join(node: Any, part: ManualRegion) -> None:
     """Let `part` run when `node` does, on its stream."""
     is_late = getattr(node, "delay_wgrad_compute", False)
     late = node.bwd_dw_callables if is_late else []
@@ -114,7 +114,7 @@ def _join(node: Any, part: Part) -> None:
 class _Completion:
     """The last of what computes weight gradients late."""
 
-    def __init__(self, part: Part):
+    def __init__(self, part: ManualRegion):
         self.backward_dw = part.complete
 
     def parameters(self) -> tuple[nn.Parameter, ...]:

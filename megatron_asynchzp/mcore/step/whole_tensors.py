@@ -72,7 +72,7 @@ def whole_unit(unit: HZPUnit) -> torch.Tensor:
     flight.
     """
     full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
-    run_steps(unit.gather_steps(full))
+    run_steps(unit.unshard_steps(full))
     return full
 
 
