@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
 from megatron_asynchzp.errors import name_ranks
-from megatron_asynchzp.mcore.start.units import units_by_groups
 from megatron_asynchzp.sharding.value_hash import value_hash
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -39,6 +38,9 @@ def compare_replicas(
     Raises:
         ReplicasDiffer: Any ranks differ; raised on all ranks with one message.
     """
+    # Only now: it imports Megatron, and a launch names ReplicasDiffer before that is checked.
+    from megatron_asynchzp.mcore.start.units import units_by_groups
+
     found: list[str] = []
     for runtime in runtimes:
         runtime.settle()
