@@ -111,9 +111,8 @@ class HZPRuntime(StepScheduler):
         allows_compiled_modules: bool = False,
     ):
         self._fuses_grads = fuses_grads
-        self._around: Callable[[Any], Any] = (
-            torch.compiler.disable if allows_compiled_modules else _identity
-        )  # pyright: ignore[reportUnknownMemberType]
+        disable: Callable[[Any], Any] = torch.compiler.disable  # pyright: ignore[reportUnknownMemberType]
+        self._around = disable if allows_compiled_modules else _identity
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(
             self._unshard_saved, may_go_without=not allows_compiled_modules

@@ -214,7 +214,7 @@ class ChunkCheckpoint:
         for unit, _, held in runs_to_write(states):
             yield from self.shards_of(unit, held)
 
-    def at_rest(self, values: torch.Tensor) -> torch.Tensor:
+    def current_values(self, values: torch.Tensor) -> torch.Tensor:
         """See StepScheduler.current_values."""
         return self._runtime.current_values(values)
 
