@@ -111,8 +111,10 @@ class HZPRuntime(StepScheduler):
         allows_compiled_modules: bool = False,
     ):
         self._fuses_grads = fuses_grads
-        disable: Callable[[Any], Any] = torch.compiler.disable  # pyright: ignore[reportUnknownMemberType]
-        self._around = disable if allows_compiled_modules else _identity
+        compiler: Any = torch.compiler
+        self._around: Callable[[Any], Any] = (
+            compiler.disable if allows_compiled_modules else _identity
+        )
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(
             self._unshard_saved, may_go_without=not allows_compiled_modules
