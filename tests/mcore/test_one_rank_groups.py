@@ -38,7 +38,7 @@ def cases_of(ranks: int, optimizer: str) -> list[tuple[Variant, list[Sizes]]]:
             flags = (*OPTIMIZERS[optimizer], *layout(tp, pp, ep, expert_tp))
             name = f"{optimizer}, TP {tp}, PP {pp}, EP {ep}, expert TP {expert_tp}"
             size = int(dense)
-            cases.append((Variant(name, flags, 2, tp * pp), [(1, size, size)]))
+            cases.append((Variant(name, flags, 4, tp * pp), [(1, size, size)]))
     return cases
 
 
@@ -54,4 +54,4 @@ def test_muon_updates_the_experts_of_a_model_whose_two_groups_are_both_of_one_ra
 def test_every_layout_with_a_group_of_one_rank_trains_as_stock(ranks, number, optimizer):
     cases = cases_of(ranks, optimizer)
     assert len(cases) == number
-    assert_equal_runs(on_ranks(compare, ranks, cases, 4, timeout_s=1800)[0])
+    assert_equal_runs(on_ranks(compare, ranks, cases, 10, timeout_s=1800)[0])
