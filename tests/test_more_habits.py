@@ -962,7 +962,7 @@ REFUSED_IN_SHARDS: dict[str, list[Refusal]] = {
         ),
     ],
     "`dict(sharded.full_params())`": [
-        (lambda s: dict(s.full_params())["norm.weight"].sum(), "each until the next is taken")
+        (lambda s: dict(s.full_params())["norm.weight"].sum(), "before the next unit is taken")
     ],
 }
 
@@ -1058,7 +1058,7 @@ def check_all(all_sizes: Iterable[Sizes], rows: Sequence[str]) -> None:
             sharded_toy(sizes).parameters()
     with sharded_toy((2, 2, 2)) as sharded:
         pass  # it is closed now
-    with pytest.raises(RuntimeError, match="use the model before its close"):
+    with pytest.raises(RuntimeError, match="Use the model before its close"):
         usual_step(sharded, one(sharded.model, 0, 0))
     writes_of_the_same_values_where_parameters_are_always_gathered()
     wrong_wrappers_and_optimizers()

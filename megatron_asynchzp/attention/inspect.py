@@ -35,14 +35,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--picture", type=Path, help="write a heat map per layer there (PNG)")
     options = parser.parse_args(argv)
     try:
+        if options.picture:
+            require("matplotlib", "--picture")
         if options.file.is_dir() or not options.file.exists():
             fault = "is a folder" if options.file.is_dir() else "no such file"
             raise ConfigurationError(f"{options.file}: {fault} ({_REMEDY})")
         for path in filter(None, (options.json, options.picture)):
             if fault := no_file_at(path):
                 raise ConfigurationError(f"{path}: {fault}")
-        if options.picture:
-            require("matplotlib", "--picture")
         # Only now: what is wrong above needs no torch.
         from megatron_asynchzp.attention.diagnosis import diagnose
 

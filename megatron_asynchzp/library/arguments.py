@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.agreement import (
@@ -199,7 +200,7 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{name} is sharded already; call shard once for each model, with all its units, "
                 "and build the model again to shard it otherwise"
             )
-        if param.is_inference():
+        if not is_lazy(param) and param.is_inference():
             raise ConfigurationError(
                 f"{name} was made in torch.inference_mode, where nothing that is made can be "
                 "trained; build the model outside of it"

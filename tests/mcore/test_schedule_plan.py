@@ -123,7 +123,7 @@ class Units:
         ]
         self.parts: list[tuple[list[str], list[str]]] = []
 
-    def part(self, units: list, completes: list, recomputed: list) -> None:
+    def manual_region(self, units: list, completes: list, recomputed: list) -> None:
         assert not recomputed
         self.parts.append(([one.name for one in units], [one.name for one in completes]))
 
