@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_asynchzp.checkpoint_files.parts import LoadPlanner, SavePlanner
+    from megatron_asynchzp.engine.schedule import ScheduleConfig
+    from megatron_asynchzp.engine.sharding.topology import ShardSizes
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.hf.save_running import save_hf
     from megatron_asynchzp.hf.weight_stream import (
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
         stream_weights,
     )
     from megatron_asynchzp.library.sharded_model import ShardedModel, shard
-    from megatron_asynchzp.schedule import ScheduleConfig
-    from megatron_asynchzp.sharding.topology import ShardSizes
     from megatron_asynchzp.weight_delta import WeightDelta, apply_delta
 
 __version__ = "0.1.0"
@@ -31,11 +31,11 @@ __all__ = ["ConfigurationError", "LoadPlanner", "SavePlanner", "ScheduleConfig",
 _HOMES = {
     "shard": "library.sharded_model",
     "ShardedModel": "library.sharded_model",
-    "ShardSizes": "sharding.topology",
+    "ShardSizes": "engine.sharding.topology",
     "ConfigurationError": "errors",
     "LoadPlanner": "checkpoint_files.parts",
     "SavePlanner": "checkpoint_files.parts",
-    "ScheduleConfig": "schedule",
+    "ScheduleConfig": "engine.schedule",
     "WeightDelta": "weight_delta",
     "apply_delta": "weight_delta",
     "forget_mark": "hf.weight_stream",

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
-from megatron_asynchzp.comm.submitted import crosses_groups
-from megatron_asynchzp.failure import last_line, roll_call, standstill
-from megatron_asynchzp.failure.standstill import Progress, why_apart
+from megatron_asynchzp.engine.comm.submitted import crosses_groups
+from megatron_asynchzp.engine.failure import last_line, roll_call, standstill
+from megatron_asynchzp.engine.failure.standstill import Progress, why_apart
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.device.conftest import worlds as worlds

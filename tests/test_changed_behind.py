@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.comm.collectives import Steps, completed
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.zero import unit as unit_module
+from megatron_asynchzp.engine.comm.collectives import Steps, completed
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.zero import unit as unit_module
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks
 from tests.device.conftest import worlds as worlds

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.schedule import SCHEDULES
+from megatron_asynchzp.engine.comm.timeline import LANES
+from megatron_asynchzp.engine.schedule import SCHEDULES
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
 from tests.test_launch import TOY, await_third_step, torchrun

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_asynchzp import command, launch
 from megatron_asynchzp.commands import meeting
-from megatron_asynchzp.failure import descriptors
+from megatron_asynchzp.engine.failure import descriptors
 
 SCRIPT = "train.py"
 

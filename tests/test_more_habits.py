@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
-from megatron_asynchzp.zero import grad_hooks
+from megatron_asynchzp.engine.zero import grad_hooks
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.loops import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_asynchzp import device
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.npu import fusion_options
+from megatron_asynchzp.engine import device
 from tests.attention.cases import masks
 from tests.support.sources import (
     defined_names,

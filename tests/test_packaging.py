@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 import megatron_asynchzp
 from megatron_asynchzp import command
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE
+from megatron_asynchzp.engine.comm.timeline import CAPTURE, COMPUTE
 from megatron_asynchzp.errors import EXTRAS
 from megatron_asynchzp.versions import untested
 from scripts.testbed.ranks import run_ranks

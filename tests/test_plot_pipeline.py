@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
+from megatron_asynchzp.engine.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
 from scripts.report import plot_pipeline
 from scripts.report.plot_pipeline import chunk_of, idle_share, phases
 from scripts.report.step_trace import read_trace

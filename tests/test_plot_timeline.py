@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
+from megatron_asynchzp.engine.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
 from scripts.report import plot_timeline
 from scripts.report.step_trace import number_batches, read_trace
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardSizes, shard
-from megatron_asynchzp.comm.order_check import OrderMismatch
+from megatron_asynchzp.engine.comm.order_check import OrderMismatch
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
 from tests.support.toy_models import toy_batch, toy_loss

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import all_gather_flat
+from megatron_asynchzp.engine.comm.collectives import all_gather_flat
 from megatron_asynchzp.planner.cluster import GB, Cluster, Link, Ring
 
 _MATRIX, _CPU_MATRIX = 8192, 512

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_asynchzp.commands.group_kinds import GroupKind
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 
 # What NCCL's source has as defaults (init.cc): buffers of a connection for its three protocols,
 # which have a setting each.

@@ -5,8 +5,8 @@
 from argparse import Namespace
 from typing import NamedTuple
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, spans_nodes
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES
-from megatron_asynchzp.sharding.topology import ShardSizes, spans_nodes
 
 
 class GroupKind(NamedTuple):

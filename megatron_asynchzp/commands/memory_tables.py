@@ -8,7 +8,7 @@ from dataclasses import astuple
 from math import ceil
 
 from megatron_asynchzp.commands.stages import DryRun
-from megatron_asynchzp.device import STAYS_FREE
+from megatron_asynchzp.engine.device import STAYS_FREE
 from megatron_asynchzp.planner.memory import Memory
 
 GIB = 2**30

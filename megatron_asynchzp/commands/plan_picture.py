@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import (
     GREEN,
@@ -21,6 +20,7 @@ from megatron_asynchzp.commands.styles import (
     STEP_COLOURS,
     bare,
 )
+from megatron_asynchzp.engine.comm import timeline
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import Candidate, Outcome

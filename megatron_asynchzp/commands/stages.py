@@ -11,13 +11,13 @@ from megatron_asynchzp.commands import pretended_world
 from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
 from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups, group_kinds
 from megatron_asynchzp.commands.savings import Saving, savings
+from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.flags.shard_sizes import held_sizes, sharding_group_size
 from megatron_asynchzp.mcore.run.planned import costing_of, naming_the_flag
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
-from megatron_asynchzp.sharding.layout import FP32_NBYTES
 
 
 @dataclass(frozen=True)

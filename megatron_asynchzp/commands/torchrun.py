@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-from megatron_asynchzp.failure.roll_call import lasts_s
+from megatron_asynchzp.engine.failure.roll_call import lasts_s
 
 _HELD_S = 5.0
 """How long a call of the rendezvous' store takes before the store counts as gone: milliseconds."""

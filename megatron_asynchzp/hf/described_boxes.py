@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.marks import unpacked
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.hf.held_boxes import Address, HeldBox
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.marks import unpacked
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:

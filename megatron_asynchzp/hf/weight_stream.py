@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_asynchzp.at_rest.unit_stream import check_mark, drop_mark, mark
+from megatron_asynchzp.engine.at_rest.unit_stream import check_mark, drop_mark, mark
+from megatron_asynchzp.engine.zero.params import TRAINED_DTYPES
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.box_elements import ALL, BoxElements, Elements, join
 from megatron_asynchzp.hf.contents import Job, jobs_in_order_of_use, match_keys
@@ -31,8 +33,6 @@ from megatron_asynchzp.hf.routes import Holders, Routes, sharing_block
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.step.whole_tensors import whole_marks, whole_unit
 from megatron_asynchzp.weight_delta import WeightDelta
-from megatron_asynchzp.zero.params import TRAINED_DTYPES
-from megatron_asynchzp.zero.unit import HZPUnit
 
 # Most bytes of tensors that are sent together, unless a single one is larger.
 _TOGETHER_NBYTES = 64 << 20

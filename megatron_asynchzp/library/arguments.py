@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from megatron_asynchzp.comm.agreement import (
+from megatron_asynchzp.engine.comm.agreement import (
     check_same_settings,
     hash_of_text,
     is_same_everywhere,
@@ -23,11 +23,11 @@ from megatron_asynchzp.comm.agreement import (
     process_settings,
     text_of,
 )
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.engine.sharding.value_hash import value_hash
+from megatron_asynchzp.engine.zero.guard import SHARDED_AS
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.sharding.value_hash import value_hash
-from megatron_asynchzp.zero.guard import SHARDED_AS
 
 _REPLICATING = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _GRAPHS, _GRAPHED = ("CUDAGraph", "NPUGraph"), "make_graphed_callables"

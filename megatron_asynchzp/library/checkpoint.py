@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_asynchzp.comm.agreement import settings_of_group, text_of
+from megatron_asynchzp.engine.comm.agreement import settings_of_group, text_of
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
 from megatron_asynchzp.library.parts import plain
@@ -21,8 +23,6 @@ from megatron_asynchzp.library.states import (
     optimizers_within,
 )
 from megatron_asynchzp.library.whole_values import saved_buffers
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.autograd import HZPRuntime
 
 _OWN_KEYS = {"model", "optim", "grad_record", "param_groups", "optim_keys"}
 _PARAMS = "params"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.guard import SHARDED_AS
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.library.state import ShardedState
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.guard import SHARDED_AS
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 @dataclass(frozen=True, eq=False)

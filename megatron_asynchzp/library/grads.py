@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_asynchzp.engine.zero.guard import DATA, GRAD, SET_GRAD, SHAPELESS
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.parts import (
     Origin,
@@ -22,7 +23,6 @@ from megatron_asynchzp.library.parts import (
     plain,
     without_torch_function,
 )
-from megatron_asynchzp.zero.guard import DATA, GRAD, SET_GRAD, SHAPELESS
 
 WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
 _GRAD = cast("Any", torch.Tensor).grad

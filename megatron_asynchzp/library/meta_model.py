@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_asynchzp.engine.sharding.value_hash import value_hash
+from megatron_asynchzp.engine.zero.tensors_within import tensors_kept
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.value_hash import value_hash
-from megatron_asynchzp.zero.tensors_within import tensors_kept
 
 Fill = Any
 """A method without arguments."""

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_asynchzp.engine.zero.guard import SHARDED_AS
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import TrainedFragment
 from megatron_asynchzp.library.grads import refuse_whole_states, whole_shapes
 from megatron_asynchzp.library.params import refuse_copies
 from megatron_asynchzp.library.parts import ShardTensor, plain
 from megatron_asynchzp.library.states import refuse_optimizer
-from megatron_asynchzp.zero.guard import SHARDED_AS
 
 NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Makes an optimizer of (name, parameter) pairs, as torch's optimizers take them."""

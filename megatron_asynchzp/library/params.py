@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.guard import DATA, GRAD, NO_GRAPHS, SET_GRAD, SHARDED_AS, Use
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.inference import outside_inference
 from megatron_asynchzp.library.state import ShardedState
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.guard import DATA, GRAD, NO_GRAPHS, SET_GRAD, SHARDED_AS, Use
-from megatron_asynchzp.zero.unit import HZPUnit
 
 _COPIES = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__}
 NO_COPIES = (

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.construction import Construction
+from megatron_asynchzp.engine.zero.params import refuse_params, refuse_shared_memory, refuse_views
+from megatron_asynchzp.engine.zero.plan import plan_units
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.library.arguments import (
     Description,
     checked_units,
@@ -19,13 +26,6 @@ from megatron_asynchzp.library.arguments import (
 )
 from megatron_asynchzp.library.inputs import cast_inputs_of
 from megatron_asynchzp.library.meta_model import is_meta, materialize
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.construction import Construction
-from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory, refuse_views
-from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def checked_model(

@@ -17,12 +17,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from megatron_asynchzp.at_rest.host_states import HostStates, move_to_host
-from megatron_asynchzp.at_rest.sleep import Sleeper
-from megatron_asynchzp.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
-from megatron_asynchzp.comm.agreement import optimizer_settings, text_of
-from megatron_asynchzp.comm.report import CommReport, CommReports
-from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
+from megatron_asynchzp.engine.at_rest.host_states import HostStates, move_to_host
+from megatron_asynchzp.engine.at_rest.sleep import Sleeper
+from megatron_asynchzp.engine.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
+from megatron_asynchzp.engine.comm.agreement import optimizer_settings, text_of
+from megatron_asynchzp.engine.comm.report import CommReport, CommReports
+from megatron_asynchzp.engine.comm.timeline import captured_trace, profiler_range
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise
+from megatron_asynchzp.engine.zero.params import TRAINED_DTYPES
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.arguments import (
     checked_group,
@@ -51,13 +57,7 @@ from megatron_asynchzp.library.parts import Origin, plain
 from megatron_asynchzp.library.runtime import checked_model, runtime_of
 from megatron_asynchzp.library.states import optimizers_within, refuse_early_states
 from megatron_asynchzp.library.whole_values import loadable_tensors, problem_of_values
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.weight_delta import WeightDelta
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
-from megatron_asynchzp.zero.params import TRAINED_DTYPES
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 @outside_inference()

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from megatron_asynchzp.engine.sharding.boxes import Box, cut_into_boxes
+from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.boxes import Box, cut_into_boxes
-from megatron_asynchzp.sharding.topology import Range
 
 _ASYNC_SAVE = inspect.unwrap(checkpoint.async_save).__code__  # pyright: ignore[reportPrivateImportUsage]
 _ONLY_SAVED = (

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_asynchzp.comm.agreement import settings_of_group
+from megatron_asynchzp.engine.comm.agreement import settings_of_group
+from megatron_asynchzp.engine.zero.early_update import is_elementwise
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.early_update import is_elementwise
 
 _COUNTING = "Adam AdamW NAdam RAdam Adamax Adadelta RMSprop Rprop ASGD"
 _COUNT = "step"

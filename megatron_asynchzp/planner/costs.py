@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES, UnitInFlight
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.compute import ComputeTimes
 from megatron_asynchzp.planner.held import IN_FP8, RankBytes
 from megatron_asynchzp.planner.model import Unit
@@ -28,8 +30,6 @@ from megatron_asynchzp.planner.traffic import (
     transfers,
     unit_collectives,
 )
-from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 # Bytes that the optimizer's kernels move for an element: gradient twice (norm, update), main
 # parameter and both moments read and written, the model's copy written.

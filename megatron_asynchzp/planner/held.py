@@ -7,6 +7,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic, preview_nbytes
+from megatron_asynchzp.engine.sharding.host_room import num_on_host
+from megatron_asynchzp.engine.sharding.in_flight import (
+    FP32_NBYTES,
+    MemoryInFlight,
+    UnitInFlight,
+    grads_before_added_nbytes,
+    least_in_flight,
+    memory_in_flight,
+)
+from megatron_asynchzp.engine.sharding.topology import ShardTopology
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, RunShape
 from megatron_asynchzp.planner.cluster import MIB, Cluster
@@ -20,17 +31,6 @@ from megatron_asynchzp.planner.memory import (
 from megatron_asynchzp.planner.model import GroupKey, Model, Unit
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.traffic import Group, grad_piece_numels
-from megatron_asynchzp.sharding.backward_room import OuterTraffic, preview_nbytes
-from megatron_asynchzp.sharding.host_room import num_on_host
-from megatron_asynchzp.sharding.in_flight import (
-    FP32_NBYTES,
-    MemoryInFlight,
-    UnitInFlight,
-    grads_before_added_nbytes,
-    least_in_flight,
-    memory_in_flight,
-)
-from megatron_asynchzp.sharding.topology import ShardTopology
 
 IN_FP8 = ("layer", "experts", "mtp")
 """Kinds of units whose weights belong to layers of Transformer Engine."""

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.host_room import room_nbytes
+from megatron_asynchzp.engine.sharding.in_flight import MemoryInFlight
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import activations
 from megatron_asynchzp.planner.activations import RunShape
 from megatron_asynchzp.planner.model import Layer, chunk_layers
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.host_room import room_nbytes
-from megatron_asynchzp.sharding.in_flight import MemoryInFlight
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 _FP32 = 4
 _MOMENTS = "optimizer_moments"

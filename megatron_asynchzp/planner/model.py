@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 
 GroupKey = Literal["dense", "expert"]
 Shape = tuple[float, ...]

@@ -2,13 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order in which the main thread of a rank computes and submits operations in a step.
 
-The engine's own decisions (sharding/decisions.py) say when a unit is gathered, kept and waited for.
-A test compares the submissions of both on random programs.
+The engine's own decisions (engine/sharding/decisions.py) say when a unit is gathered, kept and
+waited for. A test compares the submissions of both on random programs.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.backward_room import BackwardRoom
+from megatron_asynchzp.engine.sharding.decisions import GradsInFlight, ParamsInFlight
+from megatron_asynchzp.engine.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
+from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap
+from megatron_asynchzp.engine.sharding.residency import Residency
 from megatron_asynchzp.planner.program import (
     COMPUTE,
     GATHER,
@@ -22,12 +28,6 @@ from megatron_asynchzp.planner.program import (
     in_completion_order,
     in_use_order,
 )
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.backward_room import BackwardRoom
-from megatron_asynchzp.sharding.decisions import GradsInFlight, ParamsInFlight
-from megatron_asynchzp.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
-from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
-from megatron_asynchzp.sharding.residency import Residency
 
 _Mark = tuple[int, ...]
 """Indices of actions that have ended when the main thread's stream reaches a point."""

@@ -4,13 +4,13 @@
 
 from dataclasses import dataclass
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.planner.model import Batch, Parallel
 from megatron_asynchzp.planner.traffic import Wire
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_asynchzp.sharding.backward_room import OuterTraffic
-from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic
+from megatron_asynchzp.engine.sharding.in_flight import UnitInFlight
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
 from megatron_asynchzp.planner.cluster import Cluster
@@ -20,8 +22,6 @@ from megatron_asynchzp.planner.model import (
     Parallel,
 )
 from megatron_asynchzp.planner.plan import Plan
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 VARIED = ("tp", "pp", "cp", "ep")
 _MOST_SIZES = 8

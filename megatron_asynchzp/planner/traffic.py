@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_asynchzp.engine.schedule import DEFAULT_GRAD_SLOT_NBYTES
+from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+from megatron_asynchzp.engine.sharding.pieces import piece_length
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.program import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
-from megatron_asynchzp.schedule import DEFAULT_GRAD_SLOT_NBYTES
-from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
-from megatron_asynchzp.sharding.pieces import piece_length
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
     "all-gather",

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_asynchzp.comm.timeline import captured_trace
+from megatron_asynchzp.engine.comm.timeline import captured_trace
 from scripts.report.records import append
 from scripts.report.records import replace as replace_records
 from scripts.testbed.contenders.delayed_model import ModelSize

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.device import StreamDevice
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.device import StreamDevice
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.plan import plan_units
 
 _ROOT = Path(__file__).parents[2]
 _NUM_UNITS, _WARM_UP, _STEPS = 16, 2, 40

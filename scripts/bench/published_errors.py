@@ -20,6 +20,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
@@ -37,8 +39,6 @@ from megatron_asynchzp.planner.model import (
 )
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.traffic import Wire
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.report import planner_table
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record

@@ -51,7 +51,7 @@ class Moment:
 
     def amid_collectives(self) -> None:
         """Visit a lane's name whenever a unit has issued a collective of it."""
-        from megatron_asynchzp.zero.unit import HZPUnit
+        from megatron_asynchzp.engine.zero.unit import HZPUnit
 
         for name, method in _STEPS.items():
             visit_amid(HZPUnit, method, partial(self.visit, name))

@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 
-from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.engine.device import CpuDevice
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.library import runtime as sharded_runtime
 from megatron_asynchzp.library.sharded_model import ShardedModel, shard
 from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.mcore.step.ending import end_training
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.zero.autograd import HZPRuntime
 from scripts.faults.cells import LAST_STEP, SAVE_EVERY
 from scripts.faults.moments import Moment
 

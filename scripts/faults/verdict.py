@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.engine.comm.timeline import LANES
 from scripts.faults.cells import Cell
 
 _MARGIN_S = 10

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_asynchzp.schedule import ON_STREAMS
+from megatron_asynchzp.engine.schedule import ON_STREAMS
 from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.process import Ended, run_command
 

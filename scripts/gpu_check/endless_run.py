@@ -6,10 +6,10 @@ import sys
 
 import torch
 
-from megatron_asynchzp.device import device_of
+from megatron_asynchzp.engine.device import device_of
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.mcore.step.ending import report_own_errors
-from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.toy import ToyShape, batch_of

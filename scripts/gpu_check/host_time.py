@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_asynchzp.comm.timeline import Span, union_s
-from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
+from megatron_asynchzp.engine.comm.timeline import Span, union_s
+from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Target

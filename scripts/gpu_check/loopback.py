@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
+from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.poison import poisoned_places

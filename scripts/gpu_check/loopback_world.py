@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import all_gather_flat, completed
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.comm.collectives import all_gather_flat, completed
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.sharding.topology import MeshAxis, ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 # _sleep of a device's module counts its cycles; about a nanosecond each on what GPUs there are.
 # CANN does not say how long an NPU's are.

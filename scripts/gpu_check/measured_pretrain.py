@@ -23,8 +23,8 @@ from typing import Any
 from unittest import mock
 
 from megatron_asynchzp import launch
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.mcore.start.startup import prepare_process
 from scripts.gpu_check.process import ROOT
 from scripts.gpu_check.synchronisations import counted_synchronisations

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
+from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import SIZES, WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Target

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from megatron_asynchzp.schedule import AUTO
+from megatron_asynchzp.engine.schedule import AUTO
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
 from scripts.gpu_check.outcome import Target
 from scripts.testbed.megatron_flags import size_flags

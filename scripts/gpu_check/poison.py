@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from megatron_asynchzp.comm.arena import Arena
-from megatron_asynchzp.device import device_of
-from megatron_asynchzp.sharding.memory_map import Extent
+from megatron_asynchzp.engine.comm.arena import Arena
+from megatron_asynchzp.engine.device import device_of
+from megatron_asynchzp.engine.sharding.memory_map import Extent
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.schedule import ON_STREAMS
+from megatron_asynchzp.engine.schedule import ON_STREAMS
 from scripts.gpu_check.host_time import new_trainer, small_shape
 from scripts.gpu_check.outcome import CheckFailed, Target
 

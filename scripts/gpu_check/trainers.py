@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.plan import plan_units
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from scripts.gpu_check.loopback_world import LoopbackWorld, flat_of
 from scripts.gpu_check.toy import ToyShape, loss_of, new_model
 

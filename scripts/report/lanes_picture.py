@@ -12,13 +12,13 @@ from typing import Any
 
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SKY, bare
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.simulate import LANE_NAMES
 from megatron_asynchzp.planner.traffic import BETWEEN
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 # Llama 3 8B, as in the table of README.
 _MODEL = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 32, (), False)

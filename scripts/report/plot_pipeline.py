@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_asynchzp.comm.timeline import WAIT, union_s
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import INK, SMALL, STEP_COLOURS, bare
+from megatron_asynchzp.engine.comm.timeline import WAIT, union_s
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.report.plot_timeline import save_picture
 from scripts.report.step_trace import Computation, Trace, read_trace

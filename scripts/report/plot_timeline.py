@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import INK, SMALL
 from megatron_asynchzp.commands.styles import STEP_COLOURS as COLOURS
+from megatron_asynchzp.engine.comm.timeline import COMPUTE, WAIT, Span
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.report.step_trace import (
     Computation,

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, CommTimes, Span, measure_comm
+from megatron_asynchzp.engine.comm.timeline import (
+    CAPTURE,
+    COMPUTE,
+    WAIT,
+    CommTimes,
+    Span,
+    measure_comm,
+)
 from megatron_asynchzp.errors import ConfigurationError
 
 _SAME = 0.95  # spans of one direction that share this much are of one module

@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39758,
-    "docstring words": 45549,
-    "docstring lines": 4433,
+    "lines": 39779,
+    "docstring words": 45561,
+    "docstring lines": 4434,
     "raise ConfigurationError": 338,
     "context variables": 3,
     "assignments of __class__": 11,

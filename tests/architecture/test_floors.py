@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -17,29 +18,31 @@ PACKAGE = ROOT / "megatron_asynchzp"
 TESTBED = ROOT / "scripts" / "testbed"
 # fmt: off
 FLOORS = {
-    "device": 0, "errors": 0, "replacements": 0, "schedule": 0, "versions": 0,
-    "sharding": 1, "attention": 1, "checkpoint_files": 1, "failure": 1, "weight_delta": 1,
-    "comm": 2, "planner": 2, "zero": 3, "at_rest": 4,
+    "engine/device": 0, "engine/schedule": 0, "errors": 0, "replacements": 0, "versions": 0,
+    "engine/sharding": 1, "engine/failure": 1,
+    "attention": 1, "checkpoint_files": 1, "weight_delta": 1,
+    "engine/comm": 2, "planner": 2, "engine/zero": 3, "engine/at_rest": 4,
     "library": 5, "mcore": 5, "cpu_platform": 5,
     "hf": 6,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
     "commands": 6, "launch": 7, "command": 7, "__main__": 8,
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 789,
     "attention": 2257,
     "checkpoint_files": 1581,
-    "comm": 2330,
     "commands": 3208,
     "cpu_platform": 999,
-    "failure": 873,
+    "engine, beside its rooms": 300,
+    "engine/at_rest": 789,
+    "engine/comm": 2331,
+    "engine/failure": 873,
+    "engine/sharding": 1745,
+    "engine/zero": 4768,
     "hf": 2860,
     "library": 2828,
-    "mcore": 10320,
+    "mcore": 10321,
     "planner": 4207,
-    "sharding": 1745,
-    "zero": 4759,
-    "beside the rooms": 1020,
+    "beside the rooms": 723,
 }
 # Within the library.
 LIBRARY = {
@@ -78,12 +81,18 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
+def part_of(parts: Sequence[str]) -> str:
+    """The part of the package that the names of folders and of a file below it belong to."""
+    number = 2 if parts[0] == "engine" else 1
+    return "/".join(parts[:number]).removesuffix(".py")
+
+
 def sources() -> list[tuple[Path, str]]:
     """Each source file with the part of the package it belongs to."""
     pairs = []
     for path in PACKAGE.rglob("*.py"):
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if part != "__init__":
+        part = part_of(path.relative_to(PACKAGE).parts)
+        if not part.endswith("__init__"):
             pairs.append((path, part))
     assert len(pairs) > 10
     return pairs
@@ -93,9 +102,9 @@ def test_every_part_of_the_package_has_a_floor_and_imports_only_from_below():
     for path, part in sources():
         assert part in FLOORS, f"{path}: give {part} a floor"
         for module in imported_modules(path):
-            pieces = module.split(".")
-            if pieces[0] == "megatron_asynchzp" and len(pieces) > 1 and pieces[1] != part:
-                is_below = FLOORS[pieces[1]] < FLOORS[part] or (part, pieces[1]) == BESIDE
+            package, *pieces = module.split(".")
+            if package == "megatron_asynchzp" and pieces and (used := part_of(pieces)) != part:
+                is_below = FLOORS[used] < FLOORS[part] or (part, used) == BESIDE
                 assert is_below, f"{path} imports {module}"
 
 
@@ -135,25 +144,31 @@ def test_within_the_library_imports_go_downwards_only():
 def test_no_room_has_more_lines_than_its_budget():
     found = Counter[str]()
     for path in PACKAGE.rglob("*.py"):
-        first = path.relative_to(PACKAGE).parts[0]
-        room = "beside the rooms" if first.endswith(".py") else first
-        found[room] += len(path.read_text().splitlines())
+        parts = path.relative_to(PACKAGE).parts
+        room = part_of(parts[:-1]) if len(parts) > 1 else "beside the rooms"
+        found[room if room != "engine" else "engine, beside its rooms"] += count_lines(path)
     assert found.keys() == BUDGETS.keys()
     over = {room: lines for room, lines in found.items() if lines > BUDGETS[room]}
     assert not over, f"lines over the budget: {over}"
 
 
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
 def test_every_floor_is_of_a_part_that_exists_and_is_the_one_of_the_documentation():
     assert set(FLOORS) == {part for _, part in sources()}
     page = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| (\d) \| `(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d) \| `((?:engine/)?\w+)(?:/|\.py)` \|", page, re.MULTILINE)
     assert {part: int(floor) for floor, part in rows} == FLOORS
 
 
 def test_gathers_and_reductions_meet_in_the_step_alone():
     parts = {"gathers", "reductions"}
     for part in parts:
-        names = {name.split(".")[-1] for name in imported_modules(PACKAGE / f"zero/{part}.py")}
+        names = {
+            name.split(".")[-1] for name in imported_modules(PACKAGE / f"engine/zero/{part}.py")
+        }
         assert not names & (parts | {"step", "autograd"}), part
 
 
@@ -179,9 +194,9 @@ def test_megatron_is_imported_by_the_adapter_and_by_three_more_folders():
 
 
 ONLY_IN = {
-    "import threading": ("comm/", "failure/"),
-    "torch.cuda": "device.py",
-    "torch.npu": "device.py",
+    "import threading": ("engine/comm/", "engine/failure/"),
+    "torch.cuda": "engine/device.py",
+    "torch.npu": "engine/device.py",
     "import triton": None,
 }
 
@@ -220,7 +235,7 @@ def test_importing_the_package_or_attention_loads_nothing_heavy(first, imports, 
 
 def test_the_engine_and_the_planner_do_not_import_attention():
     for path, part in sources():
-        if part in ("sharding", "comm", "zero", "planner"):
+        if part.startswith("engine") or part == "planner":
             modules = imported_modules(path)
             assert not any(one.startswith("megatron_asynchzp.attention") for one in modules), path
 
@@ -237,7 +252,7 @@ def test_the_package_imports_neither_scripts_nor_tests_and_scripts_import_no_tes
 
 
 # The measuring instruments are the same for every system: they import none of what they measure.
-MEASURED = ("device", "sharding", "comm", "zero", "at_rest", "mcore", "cpu_platform", "attention")
+MEASURED = ("engine", "mcore", "cpu_platform", "attention")
 KNOWS_SYSTEMS = ("attention", "contenders", "megatron_runs.py")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_asynchzp.at_rest.host_states import HostStates
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.at_rest.host_states import HostStates
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.contenders.adam import owned_params
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import UnitShape, new_unit, recorded_groups

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.sharding.host_room import num_on_host
+from megatron_asynchzp.engine.sharding.host_room import num_on_host
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless

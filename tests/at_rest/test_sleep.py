@@ -11,8 +11,8 @@ import torch
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.at_rest.host_copy import NUM_COPIES, HostCopy
-from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.engine.at_rest.host_copy import NUM_COPIES, HostCopy
+from megatron_asynchzp.engine.device import CpuDevice
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless

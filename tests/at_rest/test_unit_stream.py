@@ -23,10 +23,10 @@ from megatron_asynchzp import (
     apply_delta,
     shard,
 )
-from megatron_asynchzp.at_rest.unit_stream import stream_units
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero import fingerprint as fingerprint_module
-from megatron_asynchzp.zero.marks import Marks, packed, unpacked
+from megatron_asynchzp.engine.at_rest.unit_stream import stream_units
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero import fingerprint as fingerprint_module
+from megatron_asynchzp.engine.zero.marks import Marks, packed, unpacked
 from scripts.testbed.counters import total
 from scripts.testbed.fabric.network import Network
 from scripts.testbed.profile import named_profile

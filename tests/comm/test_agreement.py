@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.agreement import PATH, check_same_settings, text_of
+from megatron_asynchzp.engine.comm.agreement import PATH, check_same_settings, text_of
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import run_ranks
 

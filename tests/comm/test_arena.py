@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.comm.arena import Arena
+from megatron_asynchzp.engine.comm.arena import Arena
 
 CPU = torch.device("cpu")
 calls = st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.booleans()), max_size=30)

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.failure.other_collective import collective_of
-from megatron_asynchzp.failure.saves import SaveLog
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.device import CpuDevice
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.other_collective import collective_of
+from megatron_asynchzp.engine.failure.saves import SaveLog
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 
 _TITLE = "all-gather of the parameters of u0 on this rank in step 0"
 

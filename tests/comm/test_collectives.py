@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_asynchzp.comm import collectives
-from megatron_asynchzp.comm.collectives import (
+from megatron_asynchzp.engine.comm import collectives
+from megatron_asynchzp.engine.comm.collectives import (
     AxisGroup,
     all_gather_steps,
     all_reduce_steps,
@@ -18,10 +18,10 @@ from megatron_asynchzp.comm.collectives import (
     reduce_scatter_steps,
     run_steps,
 )
+from megatron_asynchzp.engine.sharding.topology import MeshAxis, ShardSizes
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.program import GATHER, REDUCE
 from megatron_asynchzp.planner.traffic import Group, ring_of, unit_collectives
-from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes
 from scripts.testbed.counters import total
 from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.ranks import run_ranks

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import Steps, Unfinished
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.submitted import crosses_groups, hash_of
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.comm.collectives import Steps, Unfinished
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.submitted import crosses_groups, hash_of
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.timeline import LANES
+from megatron_asynchzp.engine.device import CpuDevice
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from tests.support.recording_device import Clock, CountingDevice, Group
 
 # How long a submission that waits for the network would take before it gives up.

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm import groups as comm_groups
-from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm import groups as comm_groups
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from scripts.testbed.memory import resident_nbytes
 from scripts.testbed.ranks import run_ranks
 

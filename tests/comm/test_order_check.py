@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
+from megatron_asynchzp.engine.comm.order_check import OrderCheck, OrderMismatch
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import Program, Step, UnitShape, execute
 

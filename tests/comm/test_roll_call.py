@@ -13,11 +13,11 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+from megatron_asynchzp.engine.failure import descriptors, roll_call
+from megatron_asynchzp.engine.failure.roll_call import RollCall
+from megatron_asynchzp.engine.failure.roll_call_result import RollCallResult
+from megatron_asynchzp.engine.failure.standstill import Progress
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
-from megatron_asynchzp.failure import descriptors, roll_call
-from megatron_asynchzp.failure.roll_call import RollCall
-from megatron_asynchzp.failure.roll_call_result import RollCallResult
-from megatron_asynchzp.failure.standstill import Progress
 from scripts.testbed.ranks import run_ranks
 
 WORLD_SIZE = 4

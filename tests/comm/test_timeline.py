@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.report import CommReports
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.timeline import (
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.report import CommReports
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.timeline import (
     CAPTURE,
     COMPUTE,
     LANES,

@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.failure.watchdog import Watchdog
-from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.timeline import LANES
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.watchdog import Watchdog
+from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig
 from tests.support.recording_device import RecordingDevice
 
 LIMIT_S = 0.3

@@ -6,11 +6,11 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
 from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 from megatron_asynchzp.planner.traffic import Group
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 
 _WORLD = 16
 

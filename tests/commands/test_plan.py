@@ -10,6 +10,7 @@ import pytest
 
 from megatron_asynchzp.commands import plan_table
 from megatron_asynchzp.commands.plan import main
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster_files import FOLDER, load_cluster
@@ -17,7 +18,6 @@ from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Ml
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.search import FLAT, search
 from megatron_asynchzp.planner.space import Space
-from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.command_server import Ended, serving
 
 LAYER = Layer(Attention(16, 16, 64), Mlp(4096, False))

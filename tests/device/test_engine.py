@@ -111,7 +111,7 @@ class _AllocatesWhereItComputes:
 
 
 def train_with_memory_freed_early(case: Case) -> list[tuple[float, float]]:
-    from megatron_asynchzp.comm import order_check
+    from megatron_asynchzp.engine.comm import order_check
 
     order_check.torch = _AllocatesWhereItComputes()  # pyright: ignore[reportAttributeAccessIssue]
     return train_engine(case)

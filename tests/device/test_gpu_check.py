@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.comm.order_check import OrderMismatch
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.order_check import OrderMismatch
+from megatron_asynchzp.engine.comm.task import Task
 from scripts.gpu_check import loopback, synchronisations
 from scripts.gpu_check.outcome import Target
 from scripts.gpu_check.table import CHECKS, RECIPE_NAMES

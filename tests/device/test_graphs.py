@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.sharding.topology import ShardTopology
-from megatron_asynchzp.zero import grad_hooks
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import ShardTopology
+from megatron_asynchzp.engine.zero import grad_hooks
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.plan import plan_units
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds

@@ -158,7 +158,7 @@ class Sent(NamedTuple):
 
 
 def train_counting(line: Sequence[str]) -> Sent:
-    from megatron_asynchzp.comm import collectives
+    from megatron_asynchzp.engine.comm import collectives
 
     nbytes, marks = {"gathered": 0, "agreed": 0}, []
     gather, reduce = collectives.all_gather_flat, collectives.all_reduce_steps
@@ -177,7 +177,9 @@ def train_counting(line: Sequence[str]) -> Sent:
 
     with (
         mock.patch.object(collectives, "all_gather_flat", counted_gather),
-        mock.patch("megatron_asynchzp.comm.low_precision_gather.all_reduce_steps", counted_reduce),
+        mock.patch(
+            "megatron_asynchzp.engine.comm.low_precision_gather.all_reduce_steps", counted_reduce
+        ),
         listening(mark, lambda logged: None),
         on_device(uses_te=True),
     ):

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.order_check import OrderMismatch
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.device import device_of
-from megatron_asynchzp.sharding.topology import ShardTopology
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.early_update import EarlyUpdate
-from megatron_asynchzp.zero.step import KeepBudgets
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.order_check import OrderMismatch
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.device import device_of
+from megatron_asynchzp.engine.sharding.topology import ShardTopology
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
+from megatron_asynchzp.engine.zero.step import KeepBudgets
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.device.delays import Delays
 from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of

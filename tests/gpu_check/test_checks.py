@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.task import Task
 from scripts.gpu_check import endless, loopback, megatron_runs, memory
 from scripts.gpu_check.loopback import Case, first_difference, train_both
 from scripts.gpu_check.outcome import CheckFailed, Target

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.start.shard_groups import communicator_options
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from scripts.testbed.ranks import run_ranks
 
 CONFIG = """

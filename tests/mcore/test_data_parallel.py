@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.world import on_ranks
 
 

@@ -7,16 +7,16 @@ import torch
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch import nn
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.device import device_of
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.timeline import Timeline
+from megatron_asynchzp.engine.device import device_of
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.whole_matrices import Matrix
 from megatron_asynchzp.mcore.step.muon import ShardedMuon
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.whole_matrices import Matrix
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.recording_device import RecordingDevice

@@ -39,8 +39,8 @@ def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_oth
 
 
 def run_with_a_bad_gradient() -> None:
-    from megatron_asynchzp.zero import reductions
-    from megatron_asynchzp.zero.unit import HZPUnit
+    from megatron_asynchzp.engine.zero import reductions
+    from megatron_asynchzp.engine.zero.unit import HZPUnit
 
     take_grads = reductions.take_grads
 

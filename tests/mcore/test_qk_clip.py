@@ -151,16 +151,18 @@ def test_each_shard_has_the_bits_of_its_part_of_a_weight_that_stock_has_clipped(
 def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_is_wrapped(
     monkeypatch,
 ):
+    from megatron_asynchzp.engine.sharding.topology import ShardSizes
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.mcore.checkpoint import save_guard
     from megatron_asynchzp.mcore.patches.model import _wrap
     from megatron_asynchzp.mcore.run.settings import RunSettings
     from megatron_asynchzp.mcore.step import data_parallel
-    from megatron_asynchzp.sharding.topology import ShardSizes
 
     monkeypatch.setattr(data_parallel, "wrap_model_chunks", lambda chunks, *_: chunks)
     monkeypatch.setattr(save_guard, "claim_save_directory", lambda _: None)
-    monkeypatch.setattr("megatron_asynchzp.at_rest.host_states.move_to_host", lambda *_: None)
+    monkeypatch.setattr(
+        "megatron_asynchzp.engine.at_rest.host_states.move_to_host", lambda *_: None
+    )
     args, settings = SimpleNamespace(qk_clip=True, rank=1), RunSettings(ShardSizes(1, 1, 1))
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1, rank=lambda: 1))
     model = new_model(False, torch.float32, [1.0] * HEADS, [1.0] * HEADS)

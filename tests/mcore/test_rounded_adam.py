@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from megatron_asynchzp.engine.zero.taken_grads import give_grad, given_grad
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
@@ -18,7 +19,6 @@ from megatron_asynchzp.mcore.flags.rules import refuse
 from megatron_asynchzp.mcore.run.settings import MomentDtypes, moments_of
 from megatron_asynchzp.mcore.step import rounded_adam
 from megatron_asynchzp.mcore.step.rounded_adam import RoundedAdam, build_rounded_adam
-from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
 
 _HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _BF16 = MomentDtypes(torch.bfloat16, torch.bfloat16)

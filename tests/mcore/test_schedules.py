@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.schedule import SCHEDULES
+from megatron_asynchzp.engine.schedule import SCHEDULES
 from scripts.testbed.megatron_flags import FULL_RECOMPUTE
 from scripts.testbed.megatron_runs import run_pretrain
 from tests.mcore.test_parity import (
@@ -92,7 +92,7 @@ def test_the_three_schedules_are_identical_over_50_steps_of_megatron(world_size)
 
 def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     """Live bytes and bytes in flight at the start of every step."""
-    from megatron_asynchzp.zero.autograd import HZPRuntime
+    from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 
     live, in_flight = [], []
     zero_grads = HZPRuntime.zero_grads

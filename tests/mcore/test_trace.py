@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
+from megatron_asynchzp.engine.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
+from megatron_asynchzp.engine.schedule import SCHEDULES
 from megatron_asynchzp.mcore.flags.config import AsyncHZPConfig
 from megatron_asynchzp.mcore.run.settings import trace_of
-from megatron_asynchzp.schedule import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from scripts.report.step_trace import read_trace
 from scripts.testbed.megatron_flags import UNTIED

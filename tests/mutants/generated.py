@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.catalogue.mutant import PACKAGE, Mutant
+from tests.mutants.catalogue.mutant import PACKAGE, Mutant, room_of
 from tests.mutants.lines_run import LinesRun, RunTest
 from tests.mutants.operators import Change, find_changes
 from tests.mutants.run import MutantError, Verdict, run_tests
@@ -41,7 +41,7 @@ class Generated:
     @property
     def room(self) -> str:
         """The folder of the package."""
-        return self.mutant.file.rpartition("/")[0].partition("/")[0] or PACKAGE
+        return room_of(self.mutant.file)
 
     def find_tests(self, root: Path, lines_run: LinesRun) -> list[RunTest]:
         """Return the tests to run, quick ones first, as many as the time of one mutant allows."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS
+from tests.mutants.catalogue.mutant import PACKAGE, room_of
 from tests.mutants.run import ROOT, Outcome, Verdict
 
 COMMAND = "python -m tests.mutants --write"
@@ -118,8 +119,7 @@ def _place_of(row: dict) -> str:
     law, colon, _ = row["breaks"].partition(":")
     if colon and law.startswith("law "):
         return law
-    folders = Path(row["file"]).parts[1:-1]
-    return f"`{folders[0]}/`" if folders else "`megatron_asynchzp/`"
+    return f"`{room_of(row['file'].removeprefix(f'{PACKAGE}/'))}/`"
 
 
 def generated_table_of(rows: Sequence[dict]) -> str:
@@ -134,7 +134,7 @@ def generated_table_of(rows: Sequence[dict]) -> str:
     ]
     rooms: dict[str, list[dict]] = {}
     for row in rows:
-        rooms.setdefault(row["room"], []).append(row)
+        rooms.setdefault(room_of(row["file"]), []).append(row)
     for room, own in sorted(rooms.items()):
         caught, equivalent = count_caught(own), sum("why" in row for row in own)
         left = len(own) - caught - equivalent

@@ -158,7 +158,7 @@ def test_a_test_that_fails_on_the_unharmed_tree_catches_nothing(package, tmp_pat
 
 def test_the_page_has_the_share_of_each_room_and_every_survivor_with_a_verdict():
     row = {
-        "key": "a", "room": "comm", "file": "comm/a.py", "line": 3, "function": "f",
+        "key": "a", "room": "engine/comm", "file": "engine/comm/a.py", "line": 3, "function": "f",
         "old": "a | b", "new": "a & b", "verdict": "caught", "date": "2027-01-01",
         "command": "c", "first": "1 of 3 at first; ",
     }  # fmt: skip
@@ -166,6 +166,6 @@ def test_the_page_has_the_share_of_each_room_and_every_survivor_with_a_verdict()
     since = row | {"key": "d", "first_verdict": "not caught", "test": "tests/t.py::test_it[1]"}
     page = generated_table_of([row, missed, missed | {"key": "c", "why": "b is 0"}, since])
     assert "2 of 3 caught (67%), 1 equivalent · 1 of 3 at first; [record]" in page
-    assert "| `comm/` | 4 | 2 | 1 | 1 |" in page
+    assert "| `engine/comm/` | 4 | 2 | 1 | 1 |" in page
     assert page.count("| `a \\| b` → `a & b` | `f` | ") == 3 and "| equivalent: b is 0 |" in page
     assert "| test added: `test_it` |" in page

@@ -42,7 +42,7 @@ def test_a_mutant_changes_one_place_of_code_and_names_a_fast_test(mutant):
 
 def test_a_snippet_that_is_not_there_or_twice_is_an_error():
     for old, count in (("no such code", 0), ("SPDX", 2)):
-        mutant = Mutant("wrong", "", "comm/arena.py", old, "", "")
+        mutant = Mutant("wrong", "", "engine/comm/arena.py", old, "", "")
         with pytest.raises(MutantError, match=f"'{old}' {count} times, not once"):
             mutated(mutant)
 
@@ -62,7 +62,7 @@ def test_a_test_that_does_not_end_is_told_from_one_that_fails(monkeypatch):
         return ends[mutant.name] if mutant else 0, ""
 
     monkeypatch.setattr(run, "run_tests", run_tests)
-    mutants = [Mutant(name, "", "comm/arena.py", "class Arena", "", "t::t") for name in ends]
+    mutants = [Mutant(name, "", "engine/comm/arena.py", "class Arena", "", "t::t") for name in ends]
     outcomes = run_mutants(mutants)
     assert [one.verdict for one in outcomes] == ["caught", "timed out", "not caught", "not caught"]
     assert "1 of 4 caught, 1 timed out" in table_of(rows_of(outcomes, "2027-01-01"))

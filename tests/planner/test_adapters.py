@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import (
@@ -22,7 +23,6 @@ from megatron_asynchzp.planner.model import (
 )
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import COMPUTE, GATHER
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 _LAYER = Layer(Attention(8, 4, 16), Mlp(256, True))
 _TRAINED = Model(128, 512, (_LAYER,) * 4, is_tied=False)

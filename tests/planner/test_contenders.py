@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
@@ -25,8 +27,6 @@ from megatron_asynchzp.planner.model import Batch, Parallel
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.search import search
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.planner.test_search import MODEL, slow, space
 
 

@@ -8,12 +8,12 @@ from math import sqrt
 
 import pytest
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.goodput import Failures, SaveTimes
 from megatron_asynchzp.planner.model import Adapters, Batch, Model, Parallel
 from megatron_asynchzp.planner.plan import Plan
-from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.planner.test_search import MODEL, slow
 
 HOUR = 3600.0

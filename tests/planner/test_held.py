@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Batch, Experts, Parallel
 from megatron_asynchzp.planner.plan import Plan
-from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.planner.test_search import LAYER, MODEL
 
 CLUSTER = load_cluster("h100").with_ranks(64)

@@ -4,16 +4,16 @@
 
 import random
 
-from megatron_asynchzp.planner.order import StepOrder
-from megatron_asynchzp.planner.program import OrderUnit, Phase, Visit
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.in_flight import (
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.in_flight import (
     ALIGNMENT_NBYTES,
     UnitInFlight,
     least_in_flight,
     memory_in_flight,
 )
-from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
+from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap
+from megatron_asynchzp.planner.order import StepOrder
+from megatron_asynchzp.planner.program import OrderUnit, Phase, Visit
 
 NUM_PROGRAMS = 600
 

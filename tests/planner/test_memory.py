@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.memory import Activations, Memory, state_nbytes
 from megatron_asynchzp.planner.model import (
     Attention,
@@ -20,7 +21,6 @@ from megatron_asynchzp.planner.model import (
     chunk_layers,
     stage_units,
 )
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 _DENSE, _MIXED = (
     Layer(Attention(8, 4, 16), Mlp(256, True)),

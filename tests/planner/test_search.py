@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner import search as search_module
 from megatron_asynchzp.planner import space as space_module
@@ -22,7 +23,6 @@ from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC
 from megatron_asynchzp.planner.search import Candidate, Outcome, search
 from megatron_asynchzp.planner.simulate import StageTimes, Step
 from megatron_asynchzp.planner.space import Space, batches, plans, shard_divisors, shard_sizes
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 LAYER = Layer(Attention(32, 8, 128), Mlp(14336, True))
 MODEL = Model(4096, 32000, (LAYER,) * 8, is_tied=False)

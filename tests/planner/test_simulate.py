@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
@@ -18,9 +21,6 @@ from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import OrderUnit, Visit
 from megatron_asynchzp.planner.simulate import Stage, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import Transfer
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.in_flight import UnitInFlight
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 SIZE, NOTHING = UnitInFlight("u", 128, 128, 128, 1), UnitInFlight("u", 0, 128, 128, 1)
 LAYER = Layer(Attention(8, 8, 64), Mlp(2048, False))

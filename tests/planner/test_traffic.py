@@ -12,10 +12,16 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_asynchzp.comm.collectives import Steps, rounded_all_reduce_steps, run_steps
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.collectives import Steps, rounded_all_reduce_steps, run_steps
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic
+from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES, UnitInFlight
+from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.step import StepScheduler
 from megatron_asynchzp.planner.cluster import Ring
 from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases
@@ -38,12 +44,6 @@ from megatron_asynchzp.planner.traffic import (
     Wire,
     unit_collectives,
 )
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.backward_room import OuterTraffic
-from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
-from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.step import StepScheduler
 from scripts.testbed.fabric.reduction import Reduction
 from scripts.testbed.fabric.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tests.support import pipeline_stage

@@ -5,14 +5,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.in_flight import (
+from megatron_asynchzp.engine.sharding.in_flight import (
     UnitInFlight,
     least_in_flight,
     memory_in_flight,
     reduction_nbytes,
 )
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.errors import ConfigurationError
 
 KIB = 1024
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, FlatLayout
-from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, FlatLayout
+from megatron_asynchzp.engine.sharding.topology import Range
 
 shapes = st.lists(
     st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=8

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_asynchzp.sharding.residency import Residency, kept_gaps, most_kept_nbytes
+from megatron_asynchzp.engine.sharding.residency import Residency, kept_gaps, most_kept_nbytes
 from tests.support.pipeline_order import most_kept_gaps
 
 ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), max_size=30)

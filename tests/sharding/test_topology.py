@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_asynchzp.engine.sharding.topology import Range, ShardSizes, ShardTopology, spans_nodes
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology, spans_nodes
 from tests.support.engine import cut_sizes
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]

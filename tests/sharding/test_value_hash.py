@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from megatron_asynchzp.sharding import value_hash as module
+from megatron_asynchzp.engine.sharding import value_hash as module
 
 CPU = torch.device("cpu")
 

@@ -13,20 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.collectives import run_steps
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.in_flight import (
+    UnitInFlight,
+    least_in_flight,
+    memory_in_flight,
+)
+from megatron_asynchzp.engine.sharding.layout import FlatLayout
+from megatron_asynchzp.engine.sharding.topology import Range, ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
+from megatron_asynchzp.engine.zero.plan import UnitPlan, plan_units
+from megatron_asynchzp.engine.zero.step import KeepBudgets
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight
-from megatron_asynchzp.sharding.layout import FlatLayout
-from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.early_update import EarlyUpdate
-from megatron_asynchzp.zero.plan import UnitPlan, plan_units
-from megatron_asynchzp.zero.step import KeepBudgets
-from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.contenders.adam import owned_params
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 

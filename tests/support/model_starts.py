@@ -60,7 +60,7 @@ def own_weights() -> Iterator[None]:
 @contextlib.contextmanager
 def whole_models() -> Iterator[None]:
     """As if no module were sharded before the model is complete."""
-    from megatron_asynchzp.zero.construction import Construction
+    from megatron_asynchzp.engine.zero.construction import Construction
 
     with mock.patch.object(Construction, "shard", lambda *_, **__: None):
         yield

@@ -8,9 +8,9 @@ from collections import Counter
 
 import torch
 
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
-from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES
+from megatron_asynchzp.engine.zero.step import KeepBudgets, StepScheduler
 from tests.support.engine import on_submit
 from tests.support.pipeline_order import Stage, Use
 from tests.support.recording_device import RecordingDevice

@@ -14,19 +14,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.engine.sharding.pieces import grad_pieces
+from megatron_asynchzp.engine.sharding.topology import ShardTopology
+from megatron_asynchzp.engine.zero.step import memory_in_flight_of
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.run.planned import costing_of
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.start.start_table import preview_of_units
 from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_by_formula
 from megatron_asynchzp.mcore.start.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.memory import Copies, Memory, stage_activations
-from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.sharding.pieces import grad_pieces
-from megatron_asynchzp.sharding.topology import ShardTopology
-from megatron_asynchzp.zero.step import memory_in_flight_of
-from megatron_asynchzp.zero.unit import HZPUnit
 
 Chunks = Sequence[torch.nn.Module]
 

@@ -25,9 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_asynchzp.comm.collectives import Steps, completed
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.collectives import Steps, completed
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.task import Task
 from tests.support.engine import on_submit
 
 Clock = dict[str, int]
@@ -86,7 +86,7 @@ class Collective(NamedTuple):
 
 
 class RecordingDevice:
-    """The interface of megatron_asynchzp.device. races: one sentence for each that was found."""
+    """The interface of engine/device.py. races: one sentence for each that was found."""
 
     runs_ahead = True
 
@@ -271,10 +271,13 @@ class RecordingDevice:
         with (
             # The engine takes its own operations out of the modes of a model. This mode is to see
             # them: memory that it does not see taken is taken for that of what lay there before.
-            mock.patch("megatron_asynchzp.zero.autograd._without_modes", nullcontext),
-            mock.patch("megatron_asynchzp.comm.collectives.all_gather_flat", self._all_gather),
+            mock.patch("megatron_asynchzp.engine.zero.autograd._without_modes", nullcontext),
             mock.patch(
-                "megatron_asynchzp.comm.collectives.reduce_scatter_flat", self._reduce_scatter
+                "megatron_asynchzp.engine.comm.collectives.all_gather_flat", self._all_gather
+            ),
+            mock.patch(
+                "megatron_asynchzp.engine.comm.collectives.reduce_scatter_flat",
+                self._reduce_scatter,
             ),
             mock.patch("torch.distributed.all_reduce", self._all_reduce),
             mock.patch("torch.distributed.all_to_all_single", self._all_to_all),

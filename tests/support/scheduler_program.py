@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.thread_driver import ThreadDriver
-from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.schedule import AUTO, ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.early_update import EarlyUpdate
-from megatron_asynchzp.zero.step import StepScheduler
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.thread_driver import ThreadDriver
+from megatron_asynchzp.engine.comm.timeline import Timeline
+from megatron_asynchzp.engine.schedule import AUTO, ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
+from megatron_asynchzp.engine.zero.step import StepScheduler
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from scripts.testbed.contenders.adam import owned_params
 from tests.support.engine import on_submit, with_memory
 from tests.support.recording_device import Collective, Group, RecordingDevice

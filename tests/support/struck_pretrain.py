@@ -135,9 +135,9 @@ def prepare() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
+    from megatron_asynchzp.engine.zero.unit import HZPUnit
     from megatron_asynchzp.mcore.checkpoint import save_guard
     from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
-    from megatron_asynchzp.zero.unit import HZPUnit
 
     steps = {"gather": "unshard_steps", "reduce": "reduce_steps", "preview": "preview_param_steps"}
     for place in filter(PLAN.awaits, steps):

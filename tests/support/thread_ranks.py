@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 
 _MEET_S = 20.0
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, shard_fully
 from scripts.testbed.fabric.streams import host_waits, install_streams
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, MEGATRON_HSDP, MIXTURE_OF_EXPERTS

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy, shard_model
 from tests.support.held_network import HeldNetwork, replace_default_group

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero import grad_hooks
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.zero import grad_hooks
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.plan import plan_units
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import shard_groups
 

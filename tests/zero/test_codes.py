@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.comm import low_precision_gather
-from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.comm.low_precision_gather import Fp8Gather, WeightGrid
+from megatron_asynchzp.engine.comm import low_precision_gather
+from megatron_asynchzp.engine.comm.collectives import run_steps
+from megatron_asynchzp.engine.comm.low_precision_gather import Fp8Gather, WeightGrid
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.layout import FlatLayout
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.program import GATHER
 from megatron_asynchzp.planner.traffic import Group, unit_collectives
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.layout import FlatLayout
-from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.testbed.ranks import run_ranks
 from scripts.testbed.te.formats import Coded, Grid, amax_of_blocks, decode, encode, spread
 from tests.support.engine import EngineTrainer, build_toy, shard_groups

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.zero.construction import Construction
-from megatron_asynchzp.zero.plan import UnitPlan, plan_units
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.construction import Construction
+from megatron_asynchzp.engine.zero.plan import UnitPlan, plan_units
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from scripts.testbed.memory import ResidentMemory
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups, unshard

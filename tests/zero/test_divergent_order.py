@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.order_check import OrderCheck, OrderMismatch
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.timeline import Timeline
+from megatron_asynchzp.engine.device import CpuDevice
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy, shard_groups
 from tests.support.selection import slow_unless

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer
 from tests.support.selection import slow_unless

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, toy_batch, toy_loss

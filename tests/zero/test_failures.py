@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.comm.timeline import LANES
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless

@@ -5,8 +5,8 @@
 import pytest
 import torch
 
-from megatron_asynchzp.zero import fingerprint as fingerprint_module
-from megatron_asynchzp.zero.fingerprint import fingerprint
+from megatron_asynchzp.engine.zero import fingerprint as fingerprint_module
+from megatron_asynchzp.engine.zero.fingerprint import fingerprint
 
 NUMEL = 96
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import run_steps, split_for_reduction
-from megatron_asynchzp.sharding.pieces import grad_pieces
-from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
-from megatron_asynchzp.zero.taken_grads import pack_grads, places_of
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.comm.collectives import run_steps, split_for_reduction
+from megatron_asynchzp.engine.sharding.pieces import grad_pieces
+from megatron_asynchzp.engine.sharding.topology import MeshAxis, ShardSizes, ShardTopology
+from megatron_asynchzp.engine.zero.taken_grads import pack_grads, places_of
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from scripts.testbed.counters import total
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import cut_sizes, nested_sizes, shard_groups

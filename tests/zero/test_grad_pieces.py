@@ -11,11 +11,11 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
-from megatron_asynchzp.zero.step import StepScheduler
-from megatron_asynchzp.zero.taken_grads import take_grads, write_grads
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.zero.step import StepScheduler
+from megatron_asynchzp.engine.zero.taken_grads import take_grads, write_grads
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.recording_device import RecordingDevice, RecordingHost

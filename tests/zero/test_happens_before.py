@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.timeline import LANES
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from tests.support.engine import cut_sizes, nested_sizes
 from tests.support.recording_device import RecordingHost
 from tests.support.scheduler_program import WORLD_SIZE, Program, Step, UnitShape, execute

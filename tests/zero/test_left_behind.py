@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.comm.timeline import Span
-from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.comm.timeline import Span
+from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.plan import plan_units
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import recorded_groups
 

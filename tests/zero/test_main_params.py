@@ -7,8 +7,8 @@ those of a plain fp32 optimizer.
 import torch
 from torch import nn
 
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.plan import plan_units
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, own_fragments, shard_groups, unshard

@@ -5,9 +5,9 @@
 import pytest
 import torch
 
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero import marks as marks_module
-from megatron_asynchzp.zero.marks import Marks, unpacked
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero import marks as marks_module
+from megatron_asynchzp.engine.zero.marks import Marks, unpacked
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from contextlib import closing
 import pytest
 import torch
 
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.backward_room import preview_nbytes
-from megatron_asynchzp.zero import fingerprint as fingerprint_module
-from megatron_asynchzp.zero.step import StepScheduler
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.backward_room import preview_nbytes
+from megatron_asynchzp.engine.zero import fingerprint as fingerprint_module
+from megatron_asynchzp.engine.zero.step import StepScheduler
 from tests.support.live_memory import counted_allocations
 from tests.support.recording_device import RecordingDevice, RecordingHost
 from tests.support.scheduler_program import (

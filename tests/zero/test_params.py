@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from megatron_asynchzp import ShardSizes, shard
+from megatron_asynchzp.engine.zero.params import refuse_views
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.params import refuse_views
 
 
 class Holder(nn.Module):

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.manual_region import ManualRegion
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.manual_region import ManualRegion
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes, on_submit
 from tests.support.toy_models import ToyLM, toy_batch

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, on_submit
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.thread_driver import ThreadDriver
-from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.step import KeepBudgets
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.thread_driver import ThreadDriver
+from megatron_asynchzp.engine.comm.timeline import Timeline
+from megatron_asynchzp.engine.device import CpuDevice
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.zero.step import KeepBudgets
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, on_submit
 from tests.support.toy_models import toy_batch, toy_loss

@@ -17,8 +17,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_asynchzp import ShardSizes, shard
-from megatron_asynchzp.comm.arena import Arena, Place
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.comm.arena import Arena, Place
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.task import Task
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, on_submit
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
+from megatron_asynchzp.engine.sharding.in_flight import UnitInFlight, memory_in_flight
+from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap
+from megatron_asynchzp.engine.sharding.seats import assign_seats
+from megatron_asynchzp.engine.zero.calls import wrap_calls
+from megatron_asynchzp.engine.zero.step import StepScheduler
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.decisions import ParamsInFlight
-from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
-from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
-from megatron_asynchzp.sharding.seats import assign_seats
-from megatron_asynchzp.zero.calls import wrap_calls
-from megatron_asynchzp.zero.step import StepScheduler
-from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import (
     Program,

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.device import CpuDevice
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.zero.early_sends import EarlySends
+from megatron_asynchzp.engine.zero.sent_check import SentCheck
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.early_sends import EarlySends
-from megatron_asynchzp.zero.sent_check import SentCheck
 
 BETWEEN, IN_USE = "u1: the values of the optimizer's parameters", "u1: its parameters were written"
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
+from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.live_memory import counted_allocations

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, nested_sizes
 from tests.support.selection import slow_unless

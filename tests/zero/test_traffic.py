@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.differences import largest
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, own_fragments

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.toy_models import ToyLM, toy_batch

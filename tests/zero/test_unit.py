@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.zero.unit import HZPUnit, IllegalTransition
+from megatron_asynchzp.engine.comm.collectives import run_steps
+from megatron_asynchzp.engine.zero.unit import HZPUnit, IllegalTransition
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import (
     EngineTrainer,

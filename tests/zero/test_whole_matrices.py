@@ -10,10 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.whole_matrices import Matrix, assign_owners, fill_rounds, plan_rounds
+from megatron_asynchzp.engine.comm.collectives import run_steps
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.whole_matrices import (
+    Matrix,
+    assign_owners,
+    fill_rounds,
+    plan_rounds,
+)
 from tests.support.engine import cut_sizes, nested_sizes, own_fragments
 from tests.support.thread_ranks import on_threads
 

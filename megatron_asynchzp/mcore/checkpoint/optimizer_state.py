@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
 
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
 from megatron_asynchzp.mcore.checkpoint.save_ranks import (
@@ -37,7 +38,6 @@ from megatron_asynchzp.mcore.checkpoint.save_ranks import (
 )
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.mcore.run.settings import run_args
-from megatron_asynchzp.zero.unit import HZPUnit
 
 # Those that count steps per parameter.
 TORCHS_ADAM = (torch.optim.Adam, torch.optim.AdamW)

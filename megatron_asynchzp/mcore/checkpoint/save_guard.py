@@ -26,9 +26,9 @@ from megatron_asynchzp.checkpoint_files.saving import (
     prepare_directory,
     save_error,
 )
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.failure.other_collective import collective_of
-from megatron_asynchzp.failure.saves import SaveLog
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.other_collective import collective_of
+from megatron_asynchzp.engine.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.aliases import complete_index
 from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_only
 from megatron_asynchzp.mcore.checkpoint.local import LOCAL, file_errors

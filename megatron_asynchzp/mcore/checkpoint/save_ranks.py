@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup, all_to_all_steps, run_steps
-from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.collectives import AxisGroup, all_to_all_steps, run_steps
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.checkpoint.operation import current_save, is_shared_load
 from megatron_asynchzp.mcore.start.units import units_by_groups
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.unit import HZPUnit
 
 PARTS_OF_A_TENSOR = 64
 """How many ranks write each layer, tensor- and expert-parallel ones together, by default."""

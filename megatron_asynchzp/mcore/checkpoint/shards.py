@@ -24,6 +24,11 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.utils import unwrap_model
 
+from megatron_asynchzp.engine.sharding.boxes import cut_into_boxes
+from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.operation import is_shared_load
 from megatron_asynchzp.mcore.checkpoint.save_ranks import (
@@ -34,11 +39,6 @@ from megatron_asynchzp.mcore.checkpoint.save_ranks import (
     is_read_here,
     runs_to_write,
 )
-from megatron_asynchzp.sharding.boxes import cut_into_boxes
-from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.unit import HZPUnit
 
 SHARDS_KEY = "asynchzp_shards"
 """Where the shards are in the state dict of a model chunk or an optimizer, in place of tensors."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, default_of, flag_of
-from megatron_asynchzp.schedule import ScheduleConfig
 
 
 class DryRunStop(ConfigurationError):

@@ -10,15 +10,15 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.errors import ConfigurationError, no_file_at
-from megatron_asynchzp.planner.cluster_files import load_cluster
-from megatron_asynchzp.schedule import (
+from megatron_asynchzp.engine.schedule import (
     AUTO,
     DEFAULT_GRAD_SLOT_NBYTES,
     EARLY_UPDATES,
     SCHEDULES,
     ScheduleConfig,
 )
+from megatron_asynchzp.errors import ConfigurationError, no_file_at
+from megatron_asynchzp.planner.cluster_files import load_cluster
 
 STATES = ("param", "grad", "optim")
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import pairwise
 from math import gcd
 
+from megatron_asynchzp.engine.sharding.topology import LONGEST_AXIS, ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD
-from megatron_asynchzp.sharding.topology import LONGEST_AXIS, ShardSizes
 
 # What a size has that is not given.
 _DEFAULTS = {"param": NODE, "grad": NODE, "optim": WORLD}

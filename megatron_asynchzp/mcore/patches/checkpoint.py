@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
-from megatron_asynchzp.failure.saves import SaveLog
+from megatron_asynchzp.engine.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.operation import current_load
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces
 from megatron_asynchzp.mcore.run.settings import run_args

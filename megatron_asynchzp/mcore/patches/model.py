@@ -128,8 +128,8 @@ def _capture(model_chunks: Sequence) -> None:
 def _wrap(
     args: Any, settings: RunSettings, model_chunks: Sequence, ddp_config: Any, pg_collection: Any
 ) -> list:
-    from megatron_asynchzp.at_rest.host_states import move_to_host
-    from megatron_asynchzp.device import device_of
+    from megatron_asynchzp.engine.at_rest.host_states import move_to_host
+    from megatron_asynchzp.engine.device import device_of
     from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
     from megatron_asynchzp.mcore.start.construction import current_construction
     from megatron_asynchzp.mcore.step.data_parallel import wrap_model_chunks

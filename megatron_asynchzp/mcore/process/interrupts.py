@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_asynchzp.failure.last_line import (
+from megatron_asynchzp.engine.failure.last_line import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
     LastLine,

@@ -13,10 +13,10 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from megatron_asynchzp.engine.schedule import NOT_ON_STREAMS
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.arguments import add_argument_of
 from megatron_asynchzp.mcore.process.lost_device import check_device_is_seen
-from megatron_asynchzp.schedule import NOT_ON_STREAMS
 
 # Accelerators that Megatron can drive. torch may know more (mps, xpu).
 _ACCELERATORS = ("cuda", "npu")

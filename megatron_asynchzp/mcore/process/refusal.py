@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_asynchzp.engine.failure.descriptors import check_descriptors
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.failure.descriptors import check_descriptors
 from megatron_asynchzp.mcore.flags.command_line import check_command_line
 
 # As argparse exits for a wrong command line.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.device import Device
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.device import Device
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
 
 
 class StopSignal:

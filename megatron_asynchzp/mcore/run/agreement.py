@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.comm.agreement import PATH, check_same_settings, process_settings, text_of
+from megatron_asynchzp.engine.comm.agreement import (
+    PATH,
+    check_same_settings,
+    process_settings,
+    text_of,
+)
 from megatron_asynchzp.mcore.patches.patch import found_version
 
 # Settings that may differ between ranks or nodes: the name of a rank, and what it only reports.

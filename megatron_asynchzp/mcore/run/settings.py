@@ -14,14 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.mcore.flags.arguments import config_of, schedule_of
 from megatron_asynchzp.mcore.flags.config import AUTO, AsyncHZPConfig, TraceRequest
 from megatron_asynchzp.mcore.flags.pasa import CaptureRequest, PasaOptions
 from megatron_asynchzp.mcore.flags.shard_sizes import node_size, sharding_ranks_per_node
 from megatron_asynchzp.planner.memory import MomentBytes
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 _LIBRARY_WAITS_LONGER = timedelta(minutes=1)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

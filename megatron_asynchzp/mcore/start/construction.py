@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from megatron_asynchzp.engine.zero.construction import Construction
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.start.shard_groups import (
     broadcast_from_first_rank,
@@ -23,7 +24,6 @@ from megatron_asynchzp.mcore.start.units import (
     is_layer,
     sharding_group_key,
 )
-from megatron_asynchzp.zero.construction import Construction
 
 # The model that this process builds now.
 _CONSTRUCTION: ContextVar[Construction | None] = ContextVar("asynchzp_construction", default=None)

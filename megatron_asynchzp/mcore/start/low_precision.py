@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron_asynchzp.comm.low_precision_gather import WeightGrid
+from megatron_asynchzp.engine.comm.low_precision_gather import WeightGrid
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.activations import FP4_COPIES_NBYTES, FP8_COPIES_NBYTES
-from megatron_asynchzp.zero.unit import HZPUnit
 
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"

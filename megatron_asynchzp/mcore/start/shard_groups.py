@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.start.units import sharding_group_key
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 
 def create_shard_groups(

@@ -8,8 +8,12 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup
-from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.collectives import AxisGroup
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.backward_room import preview_nbytes
+from megatron_asynchzp.engine.sharding.topology import spans_nodes
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.start.low_precision import kept_nbytes
 from megatron_asynchzp.mcore.start.state_bytes import (
     mean_moment_nbytes,
@@ -19,10 +23,6 @@ from megatron_asynchzp.mcore.start.state_bytes import (
 from megatron_asynchzp.mcore.start.units import has_late_grads
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.planner.memory import MomentBytes
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.backward_room import preview_nbytes
-from megatron_asynchzp.sharding.topology import spans_nodes
-from megatron_asynchzp.zero.unit import HZPUnit
 
 _MAX_RANKS_SHOWN = 8
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.planner.memory import MomentBytes, state_nbytes, total_nbytes
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def matrix_numel(params: Iterable[torch.nn.Parameter]) -> int:

@@ -10,9 +10,9 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.zero.plan import UnitPlan, plan_units
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.zero.plan import UnitPlan, plan_units
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 # Attributes of parameters whose gradients finalize_model_grads changes after their reduction.
 _SUMMED_OVER_TP = ("sequence_parallel", "average_gradients_across_tp_domain")
@@ -125,7 +125,7 @@ def mark_softmax_offsets(root: nn.Module) -> None:
     for module in root.modules():
         offset: Any = getattr(module, "softmax_offset", None)
         if isinstance(offset, nn.Parameter):
-            offset.tensor_model_parallel, offset.partition_dim = True, 0
+            vars(offset).update(tensor_model_parallel=True, partition_dim=0)
 
 
 def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:

@@ -13,21 +13,21 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.report import CommReport, CommReports
-from megatron_asynchzp.comm.schedules import start_driver
-from megatron_asynchzp.comm.timeline import stop_trace
-from megatron_asynchzp.device import Device
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.report import CommReport, CommReports
+from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.timeline import stop_trace
+from megatron_asynchzp.engine.device import Device
+from megatron_asynchzp.engine.failure.last_line import EXIT_FAILURE, LastLine, end_process
+from megatron_asynchzp.engine.failure.roll_call import ANSWERS_WITHIN_S
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.step import KeepBudgets
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.failure.last_line import EXIT_FAILURE, LastLine, end_process
-from megatron_asynchzp.failure.roll_call import ANSWERS_WITHIN_S
 from megatron_asynchzp.mcore.flags.config import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.step import KeepBudgets
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class Communication:

@@ -16,8 +16,13 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import MakeViewlessTensor, get_model_config
 
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.device import device_of
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.device import device_of
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.construction import Construction
+from megatron_asynchzp.engine.zero.params import refuse_params
+from megatron_asynchzp.engine.zero.step import KeepBudgets
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.run.settings import RunSettings
@@ -36,11 +41,6 @@ from megatron_asynchzp.mcore.start.units import (
 from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.mcore.step.differences import called_by_megatron
 from megatron_asynchzp.mcore.step.schedule_plan import tell_of_parts
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.construction import Construction
-from megatron_asynchzp.zero.params import refuse_params
-from megatron_asynchzp.zero.step import KeepBudgets
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 @called_by_megatron()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.config import flag_of
 from megatron_asynchzp.mcore.start.units import has_late_grads
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def build_early_update(

@@ -11,16 +11,16 @@ import sys
 from types import TracebackType
 
 from megatron_asynchzp.checkpoint_files.errors import SaveError
-from megatron_asynchzp.comm.order_check import OrderMismatch
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.failure.last_line import (
+from megatron_asynchzp.engine.comm.order_check import OrderMismatch
+from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     LastLine,
     end_process,
 )
-from megatron_asynchzp.failure.other_collective import collective_of
+from megatron_asynchzp.engine.failure.other_collective import collective_of
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.process.refusal import report
 from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.mcore.step.replicas import ReplicasDiffer

@@ -19,12 +19,12 @@ from megatron.core.optimizer.emerging_optimizers import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_asynchzp.comm.collectives import Steps
-from megatron_asynchzp.comm.driver import Driver
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.engine.comm.collectives import Steps
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
 
 _Groups = Mapping[torch.nn.Parameter, dict[str, Any]]
 """The parameter group of each fragment."""

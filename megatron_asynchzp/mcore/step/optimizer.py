@@ -24,10 +24,12 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_asynchzp.at_rest.host_states import HostStates
-from megatron_asynchzp.at_rest.sleep import Sleeper
-from megatron_asynchzp.comm.agreement import optimizer_settings
-from megatron_asynchzp.comm.timeline import profiler_range
+from megatron_asynchzp.engine.at_rest.host_states import HostStates
+from megatron_asynchzp.engine.at_rest.sleep import Sleeper
+from megatron_asynchzp.engine.comm.agreement import optimizer_settings
+from megatron_asynchzp.engine.comm.timeline import profiler_range
+from megatron_asynchzp.engine.zero.taken_grads import give_grad, given_grad
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     TORCHS_ADAM,
@@ -44,8 +46,6 @@ from megatron_asynchzp.mcore.step.differences import (
 )
 from megatron_asynchzp.mcore.step.early_update import build_early_update
 from megatron_asynchzp.mcore.step.rounded_adam import MomentDtypes, build_rounded_adam
-from megatron_asynchzp.zero.taken_grads import give_grad, given_grad
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 @called_by_megatron("_filter_grads_for_norm", "get_main_grads_for_grad_norm")

@@ -14,9 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.unit import HZPUnit
 
 _Clip = Callable[[torch.Tensor], torch.Tensor]
 """Scales the rows of a whole weight by the qk_clip_balancing_eta of its attention."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
+from megatron_asynchzp.engine.comm.collectives import AxisGroup, all_reduce_steps, run_steps
+from megatron_asynchzp.engine.sharding.value_hash import value_hash
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import name_ranks
-from megatron_asynchzp.sharding.value_hash import value_hash
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class ReplicasDiffer(RuntimeError):

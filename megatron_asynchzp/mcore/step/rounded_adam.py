@@ -14,9 +14,9 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch.optim.adam import adam
 
+from megatron_asynchzp.engine.zero.taken_grads import given_grad
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.run.settings import MomentDtypes
-from megatron_asynchzp.zero.taken_grads import given_grad
 
 # Elements that are computed in fp32 at once: what a step takes beside the states is 8 bytes each.
 _CHUNK = 1 << 20

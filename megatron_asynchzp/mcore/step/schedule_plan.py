@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.manual_region import ManualRegion
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.manual_region import ManualRegion
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 
 def tell_of_parts(module: nn.Module, runtime: HZPRuntime) -> None:

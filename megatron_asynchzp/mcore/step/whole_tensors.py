@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
+from megatron_asynchzp.engine.comm.collectives import all_gather_steps, run_steps
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.step.differences import is_counted_once
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.unit import HZPUnit
 
 # ---- the norm of all parameters
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 _TORCHS = (torch.optim.Adam, torch.optim.AdamW)
 

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
 from megatron_asynchzp.library.arguments import checked_group
 from megatron_asynchzp.library.runtime import checked_model, runtime_of
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.early_update import EarlyUpdate
 from scripts.testbed.contenders.adam import new_adamw, owned_params
 from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, shard_fully

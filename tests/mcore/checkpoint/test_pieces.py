@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, find_stored_runs
-from megatron_asynchzp.sharding.topology import Range
 
 PARAM = torch.arange(6 * 4, dtype=torch.float32).view(6, 4)
 

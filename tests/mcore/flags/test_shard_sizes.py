@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.checks import prepare_args
 from megatron_asynchzp.mcore.flags.shard_sizes import (
@@ -14,7 +15,6 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     resolve_shard_sizes,
     sharding_ranks_per_node,
 )
-from megatron_asynchzp.sharding.topology import ShardSizes
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core import package_info
 
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import own_flags
 from megatron_asynchzp.mcore.patches import model, table
@@ -26,7 +27,6 @@ from megatron_asynchzp.mcore.patches.patch import (
 )
 from megatron_asynchzp.mcore.run.settings import Run, RunSettings
 from megatron_asynchzp.mcore.start.startup import patch_megatron
-from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.versions import MEGATRON
 
 PATCHES = [one for one in table.PATCHES if one.is_needed_in(package_info.__version__)]

@@ -15,7 +15,7 @@ from tests.support.selection import slow_unless
 _CHILD = """
 import hashlib, os, signal, sys, time
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
-from megatron_asynchzp.failure.last_line import LastLine
+from megatron_asynchzp.engine.failure.last_line import LastLine
 signal.signal(signal.SIGINT, signal.default_int_handler)
 watch_interrupts(LastLine(), grace_s=0.5)()  # ended, and begun again
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

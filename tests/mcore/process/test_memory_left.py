@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.device import CpuDevice, StreamDevice
+from megatron_asynchzp.engine.device import CpuDevice, StreamDevice
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.step.communication import Communication
-from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "reduce-axis-order",
         "law 2: the innermost axis is reduced first",
-        "comm/collectives.py",
+        "engine/comm/collectives.py",
         "in zip(axes, shards, strict=True):",
         "in zip(reversed(axes), shards, strict=True):",
         (
@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "shared-communicator",
         "gathers and reductions have communicators of their own",
-        "comm/groups.py",
+        "engine/comm/groups.py",
         'grad_reduce=along("reduce"',
         'grad_reduce=along("gather"',
         (
@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant(
         "torchs-group-names",
         "a group's name does not depend on how many others a rank has",
-        "comm/groups.py",
+        "engine/comm/groups.py",
         "        return names.pop()",
         "        return names.pop() and torch_names(ranks)",
         (
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         "sum-in-bf16",
         "gradients that travel in bf16 are summed in fp32",
-        "comm/collectives.py",
+        "engine/comm/collectives.py",
         "        result.add_(piece)",
         "        result.copy_(result.to(piece.dtype).add_(piece))",
         (
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "no-order-check",
         "law 3: the ranks compare what they issued",
-        "zero/step.py",
+        "engine/zero/step.py",
         "if not self._checks_order:",
         "if True:",
         (
@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(
         "memory-of-the-comparison",
         "law 4: memory of a task is allocated on its lane, or somebody owns it until it was used",
-        "comm/order_check.py",
+        "engine/comm/order_check.py",
         (
             "        def steps() -> Steps:\n"
             "            # Allocated here, [Note: memory of a task], and filled on the "
@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "what-crosses-groups-is-not-compared",
         "law 3: groups compare what crosses them",
-        "comm/submitted.py",
+        "engine/comm/submitted.py",
         "return not entry.startswith(_OF_MICRO_BATCHES)",
         "return False",
         (
@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant(
         "no-forward-no-order-of-parameters",
         "law 3: a group without a micro-batch rebuilds parameters in the order of the others",
-        "zero/use_order.py",
+        "engine/zero/use_order.py",
         "[*(self._used or self.last_used), *self._units]",
         "[*self._used, *self._units]",
         (
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "memory-in-flight-stays-asleep",
         "a sharded model that sleeps leaves nothing on the device",
-        "zero/step.py",
+        "engine/zero/step.py",
         "self.reductions.arena.free()",
         "pass",
         (
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         "views-are-overwritten",
         "law 5: memory that somebody still views is not reused",
-        "comm/arena.py",
+        "engine/comm/arena.py",
         "return self._count_owners() > self._num_owners",
         "return False",
         (
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "early-slot-release",
         "law 5: memory is rewritten only after its last reader",
-        "sharding/memory_map.py",
+        "engine/sharding/memory_map.py",
         "            self.note_last_user(extent, last_user)",
         "            pass",
         (
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(
         "backward-waits-for-reductions",
         "law 6: backward goes on while gradients are on their way",
-        "zero/reductions.py",
+        "engine/zero/reductions.py",
         "self._last_reduction[unit] = task",
         "self._last_reduction[unit] = task\n        task.wait()",
         (
@@ -160,7 +160,7 @@ MUTANTS = [
     Mutant(
         "streams-ignore-earlier-jobs",
         "a task begins after those whose results it reads",
-        "comm/task.py",
+        "engine/comm/task.py",
         "for task in self.after:\n            task.order",
         "for task in ():\n            task.order",
         (
@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "threads-ignore-earlier-jobs",
         "law 6: a task on a thread begins after those whose results it reads",
-        "comm/thread_driver.py",
+        "engine/comm/thread_driver.py",
         "for source in task.after:\n",
         "for source in ():\n",
         (
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         "nobody-watches-streams",
         "law 7: what does not end in time is named, in every schedule",
-        "failure/watchdog.py",
+        "engine/failure/watchdog.py",
         "return item if time.monotonic() > deadline else None",
         "return None",
         (
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "nothing-is-put-off",
         "nothing stands behind a collective before it is needed",
-        "comm/main_thread_driver.py",
+        "engine/comm/main_thread_driver.py",
         "if not task.is_on_its_way:",
         "if True:",
         (
@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         "a-lane-overtakes-itself",
         "a lane issues its tasks in the order of submission",
-        "comm/main_thread_driver.py",
+        "engine/comm/main_thread_driver.py",
         "            if earlier.lane == task.lane and earlier in self._postponed:\n"
         "                self._issue(earlier)",
         "            pass",
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "all-shards-at-once",
         "a shard is rebuilt a few units ahead of its use",
-        "sharding/decisions.py",
+        "engine/sharding/decisions.py",
         "if self._depth and num_ahead >= self._depth + 2:",
         "if False:",
         (
@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant(
         "a-failure-asks-nobody",
         "law 7: a failure names the ranks that are missing",
-        "comm/driver.py",
+        "engine/comm/driver.py",
         "suspect if is_of_peer else None",
         "None",
         (
@@ -236,7 +236,7 @@ MUTANTS = [
     Mutant(
         "nobody-hears-the-call",
         "law 7: all ranks hear of a failure",
-        "failure/roll_call.py",
+        "engine/failure/roll_call.py",
         "elif self._store.check([_CALLED]):",
         "elif False:",
         (
@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "the-closed-are-waited-for",
         "law 7: ranks that call the model differently say so",
-        "failure/standstill.py",
+        "engine/failure/standstill.py",
         "(peers.is_closed or _has_called_more(peers))",
         "_has_called_more(peers)",
         "tests/test_apart.py::test_another_order_an_early_end_and_a_wait_elsewhere_are_apart[True]",
@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         "a-slow-rank-is-apart",
         "law 7: a slow peer is no fault",
-        "failure/standstill.py",
+        "engine/failure/standstill.py",
         " and (peers.is_closed or _has_called_more(peers))",
         "",
         "tests/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",

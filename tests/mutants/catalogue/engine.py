@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "grad-scale",
         "gradients are the mean over the sharding group",
-        "zero/unit.py",
+        "engine/zero/unit.py",
         "shard.mul_(scale)\n            if",
         "if",
         (
@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "no-param-sync",
         "what the optimizer writes is what every rank gathers",
-        "zero/unit.py",
+        "engine/zero/unit.py",
         (
             "            self.sent_record.note_sent()\n"
             "        return (yield from self.complete_param_steps())"
@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "placeholder-of-zeros",
         "law 5: a parameter that is not gathered reads as NaN",
-        "zero/unit.py",
+        "engine/zero/unit.py",
         'float("nan")',
         "0.0",
         (
@@ -44,7 +44,7 @@ MUTANTS = [
     Mutant(
         "saved-view-offset",
         "law 5: a view that autograd saved is the same part of the unit in backward",
-        "zero/saved_views.py",
+        "engine/zero/saved_views.py",
         "offset = int(tensor.storage_offset())",
         "offset = 0",
         (
@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "hooks-of-others-see-nothing",
         "what is no view of a unit goes to the hooks of others",
-        "zero/saved_views.py",
+        "engine/zero/saved_views.py",
         "if self.theirs is None else _Theirs(self.theirs[0](tensor))",
         "",
         (
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "tied-weights-reduced-early",
         "the gradient of a weight that two modules use is complete when it is reduced",
-        "zero/autograd.py",
+        "engine/zero/autograd.py",
         "            if unit not in self._reduce_last:",
         "            if True:",
         (
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "pieces-at-the-start-of-the-shard",
         "the sum of a piece goes to its part of the gradient shard",
-        "zero/reductions.py",
+        "engine/zero/reductions.py",
         "unit.main_grad.storage[slice(*piece.part)]",
         "unit.main_grad.storage[: piece.part.numel]",
         (
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "fused-second-call-overwrites",
         "fused gradients of a unit that is called twice add up",
-        "zero/autograd.py",
+        "engine/zero/autograd.py",
         "can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last",
         "can_overwrite = not unit.reduces_in_place",
         (
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "pieces-return-to-the-neighbour",
         "what an owner sends back goes where it came from",
-        "zero/whole_matrices.py",
+        "engine/zero/whole_matrices.py",
         "for rank in range(hop.axis.axis.size) for part in parts)",
         "for rank in reversed(range(hop.axis.axis.size)) for part in parts)",
         (
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "changes-by-value",
         "a delta has every bit: 0.0 is not -0.0",
-        "zero/marks.py",
+        "engine/zero/marks.py",
         "packed(old.view(torch.int16) != new.view(torch.int16))",
         "packed(old != new)",
         (
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "three-units-of-a-stream",
         "a stream has two units in memory",
-        "at_rest/unit_stream.py",
+        "engine/at_rest/unit_stream.py",
         "(gathered[0::2], gathered[1::2])",
         "(gathered[0::3], gathered[1::3], gathered[2::3])",
         (
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "seat-of-a-unit-in-use",
         "units of one seat are not in use together",
-        "sharding/decisions.py",
+        "engine/sharding/decisions.py",
         "if self._stage_of(holder) is Stage.IN_USE:",
         "if False:",
         "tests/zero/test_seats.py::test_two_units_of_one_seat_are_not_in_use_together",
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "captured-grads-in-pieces",
         "no gradient of a captured layer is read after the next layer has begun to write there",
-        "zero/autograd.py",
+        "engine/zero/autograd.py",
         "if fuses_grads or any(plan.is_seated for plan in plans):",
         "if fuses_grads:",
         (
@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         "codes-by-the-scale-of-one-rank",
         "weights travel as codes by the scale of the whole weight",
-        "comm/low_precision_gather.py",
+        "engine/comm/low_precision_gather.py",
         "yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))",
         "yield from ()",
         (
@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant(
         "codes-read-as-weights",
         "a layer that is called outside FP8 gets no codes",
-        "zero/autograd.py",
+        "engine/zero/autograd.py",
         "unit.check_called_in_fp8()",
         "pass",
         "tests/zero/test_codes.py::test_training_has_the_bits_of_gathers_in_bf16",
@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "parts-never-complete",
         "a unit that is run in parts is reduced when its part says so",
-        "zero/manual_region.py",
+        "engine/zero/manual_region.py",
         "self.engine.complete(self.completes)",
         "pass",
         "tests/zero/test_parts.py::test_a_model_in_parts_has_the_gradients_of_its_calls_in_every_bit",
@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant(
         "host-states-not-stored",
         "an update of states that are on the host goes back there",
-        "at_rest/host_states.py",
+        "engine/at_rest/host_states.py",
         "            self.on_host[kind].copy_(values, non_blocking=True)",
         "            pass",
         (
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "host-states-place-not-free",
         "states come into a place on the device when its last ones have gone",
-        "at_rest/host_states.py",
+        "engine/at_rest/host_states.py",
         """            self._device.wait_event(place.is_free)
             self""",
         "            self",
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "weights-set-between-steps-go-unseen",
         "weights that are set between two steps are refused where parameters do not notice it",
-        "zero/sent_record.py",
+        "engine/zero/sent_record.py",
         "            if param.numel() and param.data_ptr() != place:",
         "            if param.numel() and param.data_ptr() < 0:",
         (
@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "preview-in-the-place-of-main-params",
         "main parameters are those of the last step until the next one",
-        "zero/unit.py",
+        "engine/zero/unit.py",
         "for part in (slice(own.start), slice(own.stop, None)):",
         "for part in (slice(None),):",
         (
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "what-differs-is-not-sent-again",
         "what the update did not make of a unit that was sent is sent again",
-        "zero/sent_check.py",
+        "engine/zero/sent_check.py",
         "return [unit for unit in sent if unit not in differing]",
         "return sent",
         (
@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "written-parameters-are-not-seen",
         "values that are written after the step are refused at their next use",
-        "zero/autograd.py",
+        "engine/zero/autograd.py",
         "                self.sent_check.check_unwritten(unit)\n",
         "",
         "tests/test_changed_behind.py::"

@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant(
         "repeated-step-adds-up",
         "a step that the rerun machine repeats begins without gradients",
-        "zero/step.py",
+        "engine/zero/step.py",
         "            unit.zero_grads()",
         "            unit.zero_grads() if number is None else None",
         (

@@ -32,3 +32,9 @@ class Mutant:
         """File and function of the test, without parameters."""
         file, _, function = self.test.partition("::")
         return file, function.partition("[")[0]
+
+
+def room_of(file: str) -> str:
+    """The room that holds `file`, a path below the package: two folders deep within the engine."""
+    *folders, _ = file.split("/")
+    return "/".join(folders[: 2 if folders[:1] == ["engine"] else 1]) or PACKAGE

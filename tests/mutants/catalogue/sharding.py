@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "shard-axis-order",
         "law 1: a rank's shard is cut axis by axis, the inner one first",
-        "sharding/topology.py",
+        "engine/sharding/topology.py",
         "for axis in self.axes_between(1, shard_size):",
         "for axis in reversed(self.axes_between(1, shard_size)):",
         (
@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "replica-index",
         "one replica of each optimizer shard counts in norms",
-        "sharding/topology.py",
+        "engine/sharding/topology.py",
         "return self.rank // self.sizes.optim",
         "return self.rank % self.sizes.optim",
         (
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "param-offsets",
         "every parameter begins at an aligned offset",
-        "sharding/layout.py",
+        "engine/sharding/layout.py",
         "offset = round_up(offset + count, PARAM_ALIGNMENT_NUMEL)",
         "offset = offset + count",
         (
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "checkpoint-boxes",
         "the boxes of a shard in a checkpoint are its elements",
-        "sharding/boxes.py",
+        "engine/sharding/boxes.py",
         "first, last = -(-start // row_numel), stop // row_numel",
         "first, last = start // row_numel, stop // row_numel",
         (
@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         "places-across-their-neighbours",
         "law 5: two units never hold the same byte",
-        "sharding/memory_map.py",
+        "engine/sharding/memory_map.py",
         "                start = extent[1]\n",
         "",
         (
@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "a-budget-without-limit",
         "what is kept never exceeds its budget",
-        "sharding/residency.py",
+        "engine/sharding/residency.py",
         "while nbytes > budget:",
         "while False:",
         "tests/sharding/test_residency.py::test_what_is_kept_never_exceeds_the_budget",

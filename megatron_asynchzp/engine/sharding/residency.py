@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which users stay in memory until a later use (paper, section 4.3.2)."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from megatron_asynchzp.engine.sharding.uses import Uses
+
+
+def kept_gaps[User](
+    uses: Sequence[User], nbytes_of: Callable[[User], int], budget: int, counts_own: bool = False
+) -> frozenset[int]:
+    """Return the positions in `uses` after which the user stays in memory until its next use.
+
+    This is Belady's rule on the gaps between two uses of a user: above the budget, the gap that
+    ends last goes. For users of equal size no choice keeps more. A gap with nothing in between
+    takes no memory, unless `counts_own`.
+
+    Args:
+        uses: users in the order of their uses.
+        nbytes_of: bytes of a user.
+        budget: bytes that may be kept.
+        counts_own: count the kept memory of the current user, too.
+    """
+    next_use: dict[User, int] = {}
+    gap_ends: dict[int, int] = {}
+    for position in range(len(uses) - 1, -1, -1):
+        if uses[position] in next_use:
+            gap_ends[position] = next_use[uses[position]]
+        next_use[uses[position]] = position
+    kept: set[int] = set()
+    open_gaps: dict[User, tuple[int, int]] = {}  # end, start
+    nbytes = 0
+
+    def drop(user: User) -> int:
+        nonlocal nbytes
+        nbytes -= nbytes_of(user)
+        return open_gaps.pop(user)[1]
+
+    def shrink() -> None:
+        while nbytes > budget:
+            drop(max(open_gaps, key=open_gaps.__getitem__))
+
+    for position, user in enumerate(uses):
+        if counts_own:
+            shrink()
+        if user in open_gaps:
+            kept.add(drop(user))
+        shrink()
+        if position in gap_ends:
+            open_gaps[user] = gap_ends[position], position
+            nbytes += nbytes_of(user)
+    return frozenset(kept)
+
+
+class Residency[User]:
+    """Decides from the last step which users the next step keeps.
+
+    The chunks of a rank share one object, as they share its memory. Decisions follow from the order
+    of uses, which is the same on every rank. After its first departure from the step before it, a
+    step keeps nothing more. With a budget of 0 nothing is kept until `enlarge`.
+    """
+
+    def __init__(self, budget: int, nbytes_of: Callable[[User], int], counts_own: bool = False):
+        self.budget, self._nbytes_of, self._counts_own = budget, nbytes_of, counts_own
+        self._uses = Uses[User]()
+        self._last: dict[User, int] = {}  # position of each user's last use in this step
+        self._gaps: frozenset[int] = frozenset()
+        self._num_hits = 0
+        self.planned_nbytes = 0  # the most that a step keeps at a time
+        self.num_hits = 0  # uses of the last step whose memory was kept
+
+    def restart(self) -> None:
+        """Begin a step; the step before it becomes the record, unless it used nothing."""
+        if not self._uses.used:
+            return
+        self.num_hits, self._num_hits = self._num_hits, 0
+        if self._uses.restart():
+            self._plan()
+        self._last.clear()
+
+    @property
+    def record(self) -> Sequence[User]:
+        """The uses of the last step that used anything, for `expect`."""
+        return self._uses.used or self._uses.expected
+
+    def expect(self, uses: Sequence[User]) -> None:
+        """Set the last step's record before the first step of a resumed run."""
+        self._uses.expected = list(uses)
+        self._plan()
+
+    def enlarge(self, nbytes: int) -> None:
+        """Add `nbytes` to the budget, between two steps."""
+        self.budget += nbytes
+        self._plan()
+
+    def _plan(self) -> None:
+        if not self.budget:
+            return
+        plan = self._uses.expected, self._nbytes_of
+        self._gaps = kept_gaps(*plan, self.budget, self._counts_own)
+        self.planned_nbytes = most_kept_nbytes(*plan, self._gaps, self._counts_own)
+
+    def visit(self, user: User) -> None:
+        """Record that `user` has its turn now."""
+        if self._uses.is_followed:
+            self._num_hits += self._last.get(user) in self._gaps
+        self._last[user] = len(self._uses.used)
+        self._uses.visit(user)
+
+    def keeps(self, user: User) -> bool:
+        """Return whether `user`, whose turn is over, is kept until its next turn."""
+        return self._uses.is_followed and self._last.get(user) in self._gaps
+
+
+def most_kept_nbytes[User](
+    uses: Sequence[User],
+    nbytes_of: Callable[[User], int],
+    gaps: Collection[int],
+    counts_own: bool = False,
+) -> int:
+    """Return the most bytes in `gaps`, as kept_gaps returns them, during any turn."""
+    most = nbytes = 0
+    kept: set[User] = set()
+    for position, user in enumerate(uses):
+        own = nbytes_of(user) if user in kept else 0
+        kept.discard(user)
+        nbytes -= own
+        most = max(most, nbytes + own * counts_own)
+        if position in gaps:
+            kept.add(user)
+            nbytes += nbytes_of(user)
+    return most

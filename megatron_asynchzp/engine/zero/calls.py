@@ -1,0 +1,216 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the hooks of a module call: before and after it, and where its backward begins and ends."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_asynchzp.engine.zero.tensors_within import tensors_within
+from megatron_asynchzp.engine.zero.unit import HZPUnit
+from megatron_asynchzp.errors import ConfigurationError
+
+_Inputs = dict[str, tuple[torch.dtype, torch.Size, bool]]
+
+
+class Engine(Protocol):
+    """The engine, as the hooks of module calls see it."""
+
+    # Whether calls are captured into a graph, and belong to no step.
+    is_rehearsing: bool
+
+    @property
+    def is_in_region(self) -> bool: ...  # see HZPRuntime
+
+    def before_forward(self, units: list[HZPUnit]) -> None: ...
+    def after_forward(self, units: list[HZPUnit]) -> None: ...
+    def before_backward(self, units: list[HZPUnit]) -> None: ...
+    def after_backward(self, units: list[HZPUnit]) -> None: ...
+
+
+class _Call:
+    """One call of a module, and the begin and end of its backward.
+
+    [Note: after backward] Each input tensor is handed on as a view, the oldest node of the module's
+    graph. Autograd runs the youngest ready node first (AccumulateGrad before all), so when the
+    gradient of the view is complete, those of the module's parameters exist. A module that writes
+    into its input in place leaves that node out of the graph; then the gradient of the tensor
+    before the view tells it, which is older still. Containers are left as they are, because the
+    module may write into them: their tensors have the hook themselves.
+    """
+
+    def __init__(self, runtime: Engine, units: list[HZPUnit]):
+        self._runtime, self._units, self._is_done = runtime, units, False
+
+    def begin_backward(self, _grad: Any) -> None:
+        self._is_done = False
+        self._runtime.before_backward(self._units)
+
+    def end_backward(self, _grad: Any) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._runtime.after_backward(self._units)
+
+    def watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs with one view for each tensor that carries a gradient."""
+        values = [*args, *kwargs.values()]
+        if known := {id(value): value for value in values if _carries_grad(value)}:
+            views = {number: self._viewed(value) for number, value in known.items()}
+            return (
+                tuple(views.get(id(value), value) for value in args),
+                {name: views.get(id(value), value) for name, value in kwargs.items()},
+            )
+        for _, tensor in tensors_within(values):
+            if _carries_grad(tensor):
+                self._watch(tensor)
+        return args, kwargs
+
+    def _viewed(self, value: torch.Tensor) -> torch.Tensor:
+        self._watch(value)
+        if value.layout is not torch.strided or value.is_nested:
+            return value
+        view: Any = value.view_as(value)
+        if type(value) is torch.Tensor:  # another class keeps its own there
+            view.__dict__ = value.__dict__
+        if value.is_leaf and any(unit.is_seated for unit in self._units):
+            # A graph gives memory that it, or another one, writes again.
+            view.register_hook(torch.clone)
+        view.register_hook(self.end_backward)
+        return view
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        # Hooks of a leaf, which the caller may keep for ever, would become more and more.
+        if not tensor.is_leaf:
+            _before_grad_of(tensor, self.end_backward)
+
+    def watch_output(self, output: Any) -> None:
+        """Hook the tensors in the output, which may have any form."""
+        tensors = (
+            [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
+        )
+        for tensor in tensors:
+            if tensor.requires_grad:
+                _before_grad_of(tensor, self.begin_backward)
+
+
+def _before_grad_of(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
+    """Let `hook` run when the gradient of `tensor` is complete, with each replay of a graph."""
+    if (node := tensor.grad_fn) is None:
+        tensor.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
+    else:
+        node.register_prehook(hook)
+
+
+def _carries_grad(value: Any) -> bool:
+    carries = isinstance(value, torch.Tensor) and value.requires_grad
+    return carries and not isinstance(value, nn.Parameter)  # asked last, for it costs more
+
+
+def attach_call_hooks(
+    module: nn.Module, units: list[HZPUnit], runtime: Engine, around: Callable[[Any], Any]
+) -> list[RemovableHandle]:
+    """Hook `module`, whose call needs the parameters of `units`, and return the handles."""
+    before, after = hooks_of_call(units, runtime)
+    return [
+        module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
+        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
+        module.register_forward_hook(around(after), always_call=True),
+    ]
+
+
+def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> SimpleNamespace:
+    """Do the same for a module whose class calls a captured graph, which no hook of torch sees.
+
+    Returns:
+        A handle like torch's.
+    """
+    before, after = hooks_of_call(units, runtime)
+    kind = type(module)
+    captured: _Inputs = {}
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_rehearsing:
+            captured.update(_inputs_of(args, kwargs))
+            return kind.__call__(self, *args, **kwargs)
+        if self.training and captured:
+            _refuse_other_inputs(units[0].name, _inputs_of(args, kwargs), captured)
+        # A graph has what training does: dropout, and what is counted.
+        method = kind.__call__ if self.training else nn.Module.__call__
+        return called(module, partial(method, self), before, after, args, kwargs)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), names)
+    return SimpleNamespace(remove=partial(setattr, module, "__class__", kind))
+
+
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    """Return dtype, shape and need of a gradient of each tensor input, by name."""
+    tensors = [*tensors_within(args, "its inputs")]
+    tensors += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
+    names = ["its first tensor", *(name for name, _ in tensors[1:])]
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.requires_grad)
+        for name, (_, tensor) in zip(names, tensors)
+    }
+
+
+def _refuse_other_inputs(unit: str, inputs: _Inputs, captured: _Inputs) -> None:
+    """Raise ConfigurationError if `inputs` are not those for which the graph was captured."""
+    for name, new in inputs.items():
+        known = captured.get(name, None if len(captured) > 1 else new)
+        if known is None or known[:2] != new[:2] or known[2] < new[2]:
+            given, held = (f"{a[0]} {[*a[1]]}" + " that needs a gradient" * a[2] if a else "none"
+                           for a in (new, known))  # fmt: skip
+            raise ConfigurationError(
+                f"{unit} is called with {name} of {given}, but its CUDA graph was captured with "
+                f"{held}. Keep the micro-batch size, the sequence length and the arguments of "
+                "layers, or drop --cuda-graph-impl."
+            )
+
+
+def called(
+    module: nn.Module,
+    method: Callable[..., Any],
+    before: Callable[..., Any],
+    after: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `method` of `module` between the two hooks, and return its output."""
+    output = None
+    try:
+        args, kwargs = before(module, args, kwargs)
+        output = method(*args, **kwargs)
+    finally:
+        after(module, args, output)
+    return output
+
+
+def hooks_of_call(
+    units: list[HZPUnit], runtime: Engine
+) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return the hooks before and after a call that needs the parameters of `units`."""
+    calls: list[_Call] = []
+
+    def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        calls.append(_Call(runtime, units))
+        runtime.before_forward(units)
+        return calls[-1].watch_inputs(args, kwargs) if is_watched() else (args, kwargs)
+
+    def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        call = calls.pop()
+        runtime.after_forward(units)
+        if is_watched():
+            call.watch_output(output)
+
+    def is_watched() -> bool:
+        return torch.is_grad_enabled() and not runtime.is_in_region
+
+    return pre_forward, post_forward

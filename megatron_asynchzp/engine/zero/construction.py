@@ -1,0 +1,286 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the parameters of a model that is being built, of which each rank keeps its part."""
+
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatron_asynchzp.engine.comm.collectives import all_gather_steps, run_steps
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.device import return_freed_memory
+from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.sharding.layout import FlatLayout, ParamSlice
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.guard import GRAD, Use, new_guarded_class
+from megatron_asynchzp.engine.zero.plan import UnitPlan
+from megatron_asynchzp.engine.zero.unit import HZPUnit
+
+OTHER_UNITS = "its parameters are divided into other units than when it was built"
+
+
+@dataclass
+class _HeldParam:
+    """The part of a parameter that this rank holds."""
+
+    param: nn.Parameter
+    kind: type  # its class before
+    piece: ParamSlice
+    values: torch.Tensor  # 1-D, its elements in this rank's shard
+
+
+class _Sharded:
+    """Parameters of a module that will form one unit: laid out, cut, and replaced by NaN."""
+
+    def __init__(
+        self, params: Sequence[tuple[str, nn.Parameter]], groups: ShardGroups, group_key: str
+    ):
+        self.group_key = group_key
+        self.groups = groups
+        sizes = groups.topology.sizes
+        shapes = [(f"{i}", tuple(param.shape)) for i, (_, param) in enumerate(params)]
+        self.layout = FlatLayout.build(shapes, sizes.optim)
+        self.range = groups.topology.shard_range(sizes.param, self.layout.padded_numel)
+        self.parts = [
+            _HeldParam(param, type(param), piece, self._cut(param, piece))
+            for (_, param), piece in zip(params, self.layout.slices, strict=True)
+        ]
+
+    def _held(self, piece: ParamSlice) -> Range:
+        """Return the parameter's elements that lie in this rank's shard, in its own coordinates."""
+        held = piece.range.intersect(self.range)
+        return held.within(piece.range) if held.numel else Range(0, 0)
+
+    def _cut(self, param: nn.Parameter, piece: ParamSlice) -> torch.Tensor:
+        held = self._held(piece)
+        return param.detach().reshape(-1)[held.start : held.stop].clone()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [part.param for part in self.parts]
+
+    def new_shard(
+        self, parts: Sequence[_HeldParam], device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Return this rank's shard, zero but for `parts`, which have one dtype."""
+        values = parts[0].values
+        storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
+        buffer = FlatBuffer(self.layout, self.range, storage)
+        for part in parts:
+            held = part.piece.range.intersect(self.range)
+            if held.numel:
+                buffer.view(held).copy_(part.values)
+        return storage
+
+    def gather(self, device: torch.device | None) -> None:
+        """Make all parameters whole again, on `device`. Collective over the P group."""
+        for dtype in dict.fromkeys(part.values.dtype for part in self.parts):
+            parts = [part for part in self.parts if part.values.dtype == dtype]
+            shard = self.new_shard(parts, device)
+            full = shard.new_empty(self.layout.padded_numel)
+            run_steps(all_gather_steps(shard, full, self.groups.unshard))
+            for part in parts:
+                own = full[part.piece.range.start : part.piece.range.stop].view(part.piece.shape)
+                part.param.__class__ = part.kind
+                # A storage of its own, as it had before.
+                part.param.data = own.to(part.values.device, copy=True)
+
+
+class Construction:
+    """A model that is being built, module by module, on every rank of its sharding groups.
+
+        module built      its parameters are whole
+        shard(module)     this rank's part is cut out; each parameter is an expanded NaN
+        module.bfloat16() or any other conversion happens to the parts
+        a weight is read  its unit is gathered and stays whole       (collective)
+        take(plan)        the part becomes the shard of a unit
+
+    This changes no value and draws no random number: the weights are those of the model built
+    whole.
+
+    Args:
+        groups: Communicators by group key.
+        group_key_of: As in plan_units.
+        device: Where collectives run, if not where the parameters are.
+        prepare: Called with each whole parameter before it is cut.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, ShardGroups],
+        group_key_of: Callable[[nn.Parameter], str] = lambda _: "dense",
+        device: torch.device | None = None,
+        prepare: Callable[[nn.Parameter], None] | None = None,
+    ):
+        self.groups = groups
+        self.peak_whole_nbytes = 0  # the most bytes of parameters that were whole at once
+        self._group_key_of, self._device, self._prepare = group_key_of, device, prepare
+        self._sharded: dict[nn.Parameter, _Sharded] = {}
+        self._readers: dict[nn.Parameter, str] = {}
+        self._classes: dict[type, type] = {}
+        self._modules: dict[nn.Module, list[_Sharded]] = {}
+
+    # ---- a module is complete
+
+    @torch.no_grad()
+    def shard(self, module: nn.Module, alone: Collection[nn.Parameter] = ()) -> None:
+        """Keep only this rank's part of the parameters of `module`, which is complete.
+
+        Those in `alone` will be units of their own (tied weights). Tensors that are not plain, or
+        not sharded by their group, stay whole.
+        """
+        self.note_whole(module.parameters())
+        grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in module.named_parameters():
+            if self._can_shard(param):
+                key = (self._group_key_of(param), param.requires_grad, param in alone and name)
+                grouped.setdefault(key, []).append((name, param))
+        for (group_key, *_), params in grouped.items():
+            if self._prepare is not None:
+                for _, param in params:
+                    self._prepare(param)
+            sharded = _Sharded(params, self.groups[str(group_key)], str(group_key))
+            self._modules.setdefault(module, []).append(sharded)
+            module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+            for part in sharded.parts:
+                self._sharded[part.param] = sharded
+                self._hide(part, part.values.new_full((), float("nan")))
+            # A module frees what is whole between the parts that stay. Without this the process
+            # comes to hold the whole model.
+            return_freed_memory(sharded.parts[0].values.device)
+
+    def _can_shard(self, param: nn.Parameter) -> bool:
+        if param in self._sharded or param in self._readers:
+            return False
+        groups = self.groups.get(self._group_key_of(param))
+        is_plain = type(param.data) is torch.Tensor and param.layout == torch.strided
+        is_split = groups is not None and groups.topology.sizes.param > 1
+        return is_split and is_plain and param.is_floating_point() and not param.is_meta
+
+    def note_whole(self, params: Iterable[nn.Parameter]) -> None:
+        """Note that `params` are complete: those that are not sharded are whole now."""
+        whole = {*(param for param in params if param not in self._sharded), *self._readers}
+        nbytes = sum(param.numel() * param.dtype.itemsize for param in whole)
+        self.peak_whole_nbytes = max(self.peak_whole_nbytes, nbytes)
+
+    def _hide(self, part: _HeldParam, element: torch.Tensor) -> None:
+        """Let the parameter be `element`, expanded, and notice its use."""
+        part.param.data = element.detach().expand(part.piece.shape)
+        if part.kind not in self._classes:
+            self._classes[part.kind] = new_guarded_class(part.kind, self._answer)
+        part.param.__class__ = self._classes[part.kind]
+
+    # ---- what happens to modules before they are units
+
+    def _convert(
+        self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """Convert the parts too, in place of `module._apply` (bfloat16(), cuda(), ...)."""
+        parts = [part for sharded in self._modules[module] for part in sharded.parts]
+        # As it is called now: adapters are wrapped around layers that are complete.
+        names = {param: name for name, param in module.named_parameters()}
+        for part in parts:
+            part.values = fn(part.values)
+            part.param.__class__ = part.kind
+            part.param.data = part.param.data.new_full((), float("nan"))
+        type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        for part in parts:
+            sharded = self._sharded.pop(part.param)
+            if part.param in names:
+                part.param = module.get_parameter(names[part.param])  # torch may have made another
+            self._sharded[part.param] = sharded
+            self._hide(part, part.param.data)
+        return module
+
+    def _answer(self, use: Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the parameters whole that `use` reads or writes, and call it."""
+        for param in tree_leaves((args, kwargs)) if use != GRAD else ():
+            if isinstance(param, nn.Parameter) and param in self._sharded:
+                self._unshard(self._sharded[param], f"{_caller()} uses its weights")
+        return use(*args, **kwargs)
+
+    @torch.no_grad()
+    def _unshard(self, sharded: _Sharded, reason: str) -> None:
+        sharded.gather(self._device)
+        for param in sharded.params:
+            del self._sharded[param]
+            self._readers[param] = reason
+        sharded.parts = []
+        self.note_whole(())
+
+    # ---- the model is complete
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Return whether this rank has only a part of `param`."""
+        return param in self._sharded
+
+    def take(self, plan: UnitPlan) -> torch.Tensor | None:
+        """Return this rank's shard of the unit, 1-D, and leave placeholders; None if it is whole.
+
+        Parameters of other units are gathered first. Collective, because all ranks plan the same
+        units.
+        """
+        params = [param for _, param in plan.params]
+        candidates = list(dict.fromkeys(self._sharded[p] for p in params if p in self._sharded))
+        fits = (
+            len(candidates) == 1
+            and candidates[0].group_key == plan.group_key
+            and [id(param) for param in candidates[0].params] == [id(param) for param in params]
+            and len({part.values.dtype for part in candidates[0].parts}) == 1
+        )
+        if not fits:
+            for sharded in candidates:
+                self._unshard(sharded, OTHER_UNITS)
+            return None
+        shard = candidates[0].new_shard(candidates[0].parts)
+        for part in candidates[0].parts:
+            part.param.__class__ = part.kind
+            del self._sharded[part.param]
+        candidates[0].parts = []
+        return shard
+
+    def close(self) -> None:
+        """Gather what no unit has taken, and let go of all modules. Collective."""
+        for sharded in dict.fromkeys(self._sharded.values()):
+            self._unshard(sharded, OTHER_UNITS)
+        for module in self._modules:
+            del module._apply  # pyright: ignore[reportPrivateUsage]
+        self._modules.clear()
+
+    def describe_whole(self, units: Sequence[HZPUnit]) -> list[str]:
+        """Return a line for each reason why some of `units` stayed whole, with their bytes."""
+        units_of: dict[str, list[HZPUnit]] = {}
+        for unit in units:
+            reason = next((self._readers[p] for p in unit.params if p in self._readers), None)
+            if reason is not None:
+                units_of.setdefault(reason, []).append(unit)
+        return [_describe(reason, stayed) for reason, stayed in units_of.items()]
+
+
+def _describe(reason: str, units: Sequence[HZPUnit]) -> str:
+    nbytes = sum(unit.layout.numel * unit.dtype.itemsize for unit in units)
+    names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
+    count = "1 unit" if len(units) == 1 else f"{len(units)} units"
+    return (
+        f"{count} ({names}) stayed whole until the model was complete, {nbytes / 2**20:,.1f} MiB "
+        f"on each rank: {reason}"
+    )
+
+
+# ---- the user of a parameter
+
+
+def _caller() -> str:
+    """Return the innermost function on the stack that is neither torch's nor the engine's."""
+    excluded = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(excluded):
+            return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+    return "something"

@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the preview of an update: what an optimizer will make of main parameters, on copies."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES
+from megatron_asynchzp.engine.zero.taken_grads import give_grad
+from megatron_asynchzp.engine.zero.unit import HZPUnit
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_OF_OTHERS = {
+    ("transformer_engine", "FusedAdam"),
+    ("transformer_engine", "FusedSGD"),
+    ("apex", "FusedAdam"),
+    ("apex", "FusedSGD"),
+}
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_REMEMBERED = 3
+_UNTIL_NEXT_TRIAL = 64
+
+
+def is_elementwise(optimizer: object) -> bool:
+    """Return whether each element is updated from its own gradient and states, as far as known."""
+    kind = type(optimizer)
+    known = (kind.__module__.partition(".")[0], kind.__name__) in _OF_OTHERS
+    return known or kind in _OF_TORCH or getattr(kind, "is_elementwise", False)
+
+
+class EarlyUpdate:
+    """Lets units be sent before the update that makes them.
+
+    [Note: early update] The factor that clips gradients is known when the last gradient is, so an
+    optimizer that clips begins after backward. Most steps clip nothing: their factor is exactly 1.
+    So when the gradient of a unit is complete, its update is computed with that factor, on copies
+    of its states, and its parameters are sent while backward goes on. With a factor of 1 the
+    optimizer's own update then gives the bits that were sent. That is compared ([Note: compared
+    with what was sent]), and what differs is sent again. No state is written early, so nothing is
+    undone.
+
+    Args:
+        optimizer: One for which `is_elementwise` holds.
+        params_of: For each unit whose gradient nothing changes between its reduction and the
+            clipping, the optimizer's parameters that this rank owns: 1-D views of main_param.
+        is_forced: Send all these units, in every step. Otherwise as many as backward has room for,
+            and after three steps in vain only in every 64th.
+        is_awaited: Where the host runs ahead of a device, it waits for the comparison and sends
+            again what differs. Otherwise a difference ends the run.
+        inverse_scale: Returns the factor that takes the loss scale out, fp32 [1], or None.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params_of: Mapping[HZPUnit, Sequence[torch.nn.Parameter]],
+        is_forced: bool = False,
+        is_awaited: bool = False,
+        inverse_scale: Callable[[], torch.Tensor | None] = lambda: None,
+    ):
+        self._optimizer = optimizer
+        self.is_forced, self.is_awaited = is_forced, is_awaited
+        self._params_of = {
+            unit: [param for param in params if param.numel()] for unit, params in params_of.items()
+        }
+        self._inverse_scale = inverse_scale
+        self._outcomes: dict[int, bool] = {}  # of the last steps in which something was sent
+        self._group_of: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._step = 0  # to which that belongs
+
+    def may_send(self, unit: HZPUnit, step: int) -> bool:
+        """Return whether `unit` may be sent before the update of step number `step`."""
+        # The optimizer's class may have been replaced since.
+        if unit not in self._params_of or not is_elementwise(self._optimizer):
+            return False
+        recent = [number for number in self._outcomes if number != step]
+        is_vain = len(recent) == _REMEMBERED and not any(map(self._outcomes.get, recent))
+        return self.is_forced or not is_vain or step - recent[-1] >= _UNTIL_NEXT_TRIAL
+
+    def note_outcome(self, step: int, did_stand: bool) -> None:
+        """Note whether the update of step `step` made anything that a chunk had sent."""
+        self._outcomes[step] = self._outcomes.pop(step, False) or did_stand
+        while len(self._outcomes) > _REMEMBERED:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def preview_of(self, unit: HZPUnit, step: int) -> Callable[[torch.Tensor], None]:
+        """Return a function for the thread of a lane that updates a copy of main parameters.
+
+        The main thread collects here what it reads, because it may change it later.
+        """
+        optimizer, params = self._optimizer, self._params_of[unit]
+        if step != self._step:
+            groups = optimizer.param_groups
+            self._group_of = {param: group for group in groups for param in group["params"]}
+            self._step = step
+        # One that no group has any more is not updated.
+        of_params = [(param, self._group_of[param]) for param in params if param in self._group_of]
+        # Transformer Engine has more by parameter than the state: the scales of its moments.
+        attributes, tables = dict(vars(optimizer)), dict[str, _Table]()
+        for name, table in attributes.items():
+            if isinstance(table, dict):
+                by_param = cast("dict[Any, dict[str, Any]]", table)
+                entries = {param: dict(by_param[param]) for param in params if param in by_param}
+                if entries or name == "state":
+                    tables[name] = entries
+        return partial(self._preview, unit, of_params, tables, attributes)
+
+    @torch.no_grad()
+    def _preview(
+        self,
+        unit: HZPUnit,
+        of_params: list[tuple[torch.nn.Parameter, dict[str, Any]]],
+        tables: "dict[str, _Table]",
+        attributes: dict[str, Any],
+        values: torch.Tensor,
+    ) -> None:
+        main, grads = unit.main_param.storage, unit.main_grad.view(unit.optim_range)
+        if (inverse := self._inverse_scale()) is not None:
+            grads = grads.clone()
+            has_inf: torch.Tensor = torch.zeros(1, device=grads.device)
+            torch._amp_foreach_non_finite_check_and_unscale_([grads], has_inf, inverse)  # pyright: ignore
+        groups: dict[int, dict[str, Any]] = {}
+        copy_of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for param, group in of_params:
+            start = (param.data_ptr() - main.data_ptr()) // FP32_NBYTES
+            copy = copy_of[param] = torch.nn.Parameter(values[start : start + param.numel()])
+            give_grad(copy, grads[start : start + param.numel()])
+            if id(group) not in groups:
+                settings = {key: group[key] for key in list(group) if key != "params"}
+                groups[id(group)] = {**_copied(settings), "params": []}
+            groups[id(group)]["params"].append(copy)
+        if groups:
+            own_tables: dict[str, _Table] = {
+                name: {copy_of[param]: _copied(table[param]) for param in copy_of if param in table}
+                for name, table in tables.items()
+            }
+            _step_on(type(self._optimizer), attributes, list(groups.values()), own_tables)
+
+
+_Table = dict[Any, dict[str, Any]]
+"""What an optimizer keeps by parameter."""
+
+
+def step_beside(
+    optimizer: torch.optim.Optimizer, of_params: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]
+) -> None:
+    """Update some parameters, each with its group, as the next step of `optimizer` would."""
+    groups: dict[int, dict[str, Any]] = {}
+    for param, group in of_params:
+        if id(group) not in groups:
+            settings = {key: group[key] for key in group if key != "params"}
+            groups[id(group)] = {**_copied(settings), "params": []}
+        groups[id(group)]["params"].append(param)
+    _step_on(type(optimizer), dict(vars(optimizer)), list(groups.values()), {})
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
+
+
+def _step_on(
+    kind: type[torch.optim.Optimizer],
+    attributes: dict[str, Any],
+    groups: list[dict[str, Any]],
+    tables: dict[str, _Table],
+) -> None:
+    """Run a step of an optimizer of class `kind` with these states, without hooks put on it."""
+    clone = object.__new__(kind)
+    clone.__dict__.update(attributes)
+    clone.__dict__.pop("step", None)  # a learning rate scheduler counts calls there
+    for name, table in tables.items():
+        clone.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, table)
+    clone.param_groups = groups
+    clone.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
+    # torch wraps the step of a class once, for hooks of all optimizers: they are not for a copy.
+    step: Any = kind.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(clone)

@@ -1,0 +1,323 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the parameters in flight: gathers of units, their places, and shards that are rebuilt."""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.engine.comm.arena import Arena, Place
+from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.task import Task
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
+from megatron_asynchzp.engine.sharding.in_flight import aligned
+from megatron_asynchzp.engine.sharding.memory_map import Extent
+from megatron_asynchzp.engine.sharding.residency import Residency
+from megatron_asynchzp.engine.zero.early_sends import EarlySends
+from megatron_asynchzp.engine.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.use_order import UseOrder
+from megatron_asynchzp.errors import ConfigurationError
+
+_logger = logging.getLogger("megatron_asynchzp")
+
+
+class ParamBudget:
+    """Parameters that the chunks of a rank keep gathered, in at most `budget` bytes."""
+
+    def __init__(
+        self,
+        budget: int,
+        device: torch.device,
+        record_event: Callable[[], Any],
+        takes_free_memory: bool = False,
+    ):
+        self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
+        self.arena = Arena(aligned(budget), device, record_event)
+        self.takes_free_memory = takes_free_memory
+        self._device = device
+        self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
+
+    def take_free_memory(self, left_nbytes: int) -> None:
+        """Enlarge the budget, once, by the least that the ranks have left. Collective over all."""
+        self.takes_free_memory = False
+        least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
+        if nbytes := aligned(int(least)):
+            self.arena.grow(nbytes)
+            self.residency.enlarge(nbytes)
+
+
+@dataclass
+class _Gather:
+    """A gather into `place`."""
+
+    place: Place
+    task: Task | None  # None once the unit is in use
+
+
+class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
+    """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
+
+        gather      | u0 | u1 |      | u2 | ...                            parameters in flight
+        main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
+        param-sync  | u0 | u1 | u2 |                                       after the optimizer
+
+    ParamsInFlight decides what is gathered, kept and resharded, and when.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[HZPUnit],
+        config: ScheduleConfig,
+        nbytes: int,
+        driver: Driver,
+        shared: ParamBudget | None = None,
+    ):
+        self._units, self._driver, self._device = units, driver, driver.device
+        self.early_sends, self.use_order = EarlySends(), UseOrder(units)
+        self.warned: set[str] = set()  # topics of logged warnings, each once
+        # Units of which a view was found when their memory was to be reused.
+        self.viewed: set[HZPUnit] = set()
+        self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
+        self._syncs: dict[HZPUnit, Task] = {}
+        self._shards_written: dict[str, Any] = {}
+        self.note_written()
+        if shared is None:
+            self.arena = Arena(0, units[0].device, self._device.record_event)
+        else:
+            self.arena = shared.arena
+        before = self.arena.nbytes
+        super().__init__(
+            {unit: unit.in_flight(config.grad_slot_nbytes) for unit in units},
+            {unit: unit.size_key for unit in units},
+            config.depth,
+            self.arena,
+            [] if shared is None else shared.chunks,
+            None if shared is None else shared.residency,
+            self.early_sends,
+        )
+        # Seats are memory of their own already.
+        if more := nbytes - (self.arena.nbytes - before):
+            self.arena.grow(more)
+
+    # ---- use
+
+    def unshard(self, unit: HZPUnit) -> None:
+        """Make the full parameters of `unit` readable on the current stream."""
+        if self.is_training:
+            self.use_order.note_use(unit)
+        if unit.is_always_unsharded:
+            self.restore_shard(unit)
+            self.rebuild_now(unit)
+            if (sync := self._syncs.pop(unit, None)) is not None:
+                sync.wait()
+            self.note_shard_used(unit)
+        elif (expected := super().unshard(unit)) is not None:
+            self._warn_once(
+                "departure",
+                f"step {self._driver.step} uses {unit.name} where the step before used "
+                f"{expected.name}: what follows in a step that departs from the one before is "
+                "gathered on demand",
+            )
+
+    def _warn_once(self, topic: str, text: str) -> None:
+        if topic not in self.warned:
+            self.warned.add(topic)
+            if self._units[0].groups.topology.rank == 0:
+                _logger.warning("%s (logged once)", text)
+
+    # ---- what ParamsInFlight decides
+
+    def start_unshard(self, unit: HZPUnit, extent: Extent) -> _Gather:
+        place = self.arena.place_at(
+            extent,
+            unit.size_key,
+            unit.layout.padded_numel,
+            unit.dtype,
+            unit.size_key in self._outside and unit not in self.seats,
+        )
+        task = self._driver.submit(
+            Task(
+                "gather",
+                unit.name,
+                unit.groups.unshard,
+                lambda: unit.unshard_for_layers_steps(place.storage),
+                # The last write, and the last readers.
+                ready=(self._shards_written.pop("gather", None), *place.ready),
+                after=(self._syncs.get(unit),),
+            )
+        )
+        return _Gather(place, task)
+
+    def wait_for_unshard(self, unit: HZPUnit, handle: _Gather) -> None:
+        self._await(handle)
+        self._syncs.pop(unit, None)  # the gather came after it
+        place = handle.place
+        unit.to_unsharded(place.storage, place.views_for(unit.views_key, unit.views_of))
+
+    def _await(self, handle: _Gather) -> None:
+        task, handle.task = handle.task, None
+        assert task is not None  # no caller has waited for it
+        task.wait()
+
+    def finish_reshard(self, unit: HZPUnit, handle: _Gather) -> Any:
+        unit.reshard()
+        place = handle.place
+        # On a device a collective's handle is dropped where it is waited for, by this thread.
+        if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
+            if unit in self.seats:
+                raise ConfigurationError(
+                    f"{unit.name} keeps views of its parameters outside autograd, and with CUDA "
+                    "graphs the next layer overwrites them. Drop --cuda-graph-impl."
+                )
+            self._leave_to_views(unit, place)
+        return None if place.is_outside else self._device.record_event()
+
+    def _leave_to_views(self, unit: HZPUnit, place: Place) -> None:
+        """Leave the memory of `place` to the views of it that still exist.
+
+        [Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not what a
+        module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory under such a view
+        would silently give wrong numbers (law 5). From now on units of this size are gathered into
+        memory of their own, which is freed with its last view.
+        """
+        self.viewed.add(unit)
+        self._warn_once(
+            "views",
+            f"{unit.name} keeps views of its parameters outside autograd: their "
+            f"{place.storage.nbytes / 2**20:.1f} MiB stay in memory for as long as it does",
+        )
+        if not place.is_outside:
+            self._outside.add(unit.size_key)
+            self.arena.abandon(place)
+
+    def cancel_unshard(self, unit: HZPUnit, handle: _Gather) -> Any:
+        self._await(handle)
+        return None if handle.place.is_outside else self._device.record_event()
+
+    def start_param_sync(self, unit: HZPUnit) -> None:
+        self._syncs[unit] = self._driver.submit(
+            Task(
+                "param-sync",
+                unit.name,
+                unit.groups.param_sync,
+                unit.sync_param_steps,
+                ready=(self._shards_written.pop("param-sync", None),),
+                after=(self._syncs.get(unit),),  # a preview
+            )
+        )
+
+    def note_early_sends_stopped(self) -> None:
+        self._warn_once(
+            "early",
+            "the model is used again between a backward and the update, so parameters are sent "
+            "after it; put all micro-batches but the last into no_sync(): as exact, and faster",
+        )
+
+    def note_growth(self, unit: HZPUnit) -> None:
+        self._warn_once(
+            "growth",
+            f"{unit.name} is used with more units at a time than there is memory in flight "
+            f"for: {unit.gathered_nbytes / 2**20:.1f} MiB are added to it",
+        )
+
+    # ---- captured graphs
+
+    @contextmanager
+    def rehearsing(self) -> Generator[None]:
+        """Wrap the capture of CUDA graphs: seats hold zeros and own the views of graphs."""
+        places: list[Place] = []
+        for unit, seat in self.seats.items():
+            place = self.arena.place_at(seat, unit.size_key, unit.layout.padded_numel, unit.dtype)
+            for event in place.ready:
+                self._device.wait_event(event)
+            unit.to_unsharded(place.storage.zero_(), place.views_for(unit.views_key, unit.views_of))
+            places.append(place)
+        # Streams that warm up wait for no event.
+        self._device.synchronize(self._device.record_event(), math.inf)
+        try:
+            yield
+        finally:
+            for unit in self.seats:
+                unit.reshard()
+            for place in places:
+                place.count_own_views()
+                self.arena.note_last_user(place.extent, self._device.record_event())
+
+    # ---- shards
+
+    def start_early_send(self, unit: HZPUnit) -> None:
+        send, gathered = self.early_sends.send_of(unit), self._gathered.get(unit)
+        gather = None if gathered is None else gathered.handle.task
+        # One at a time gathers a shard beside the one in use.
+        before = self._driver.latest.get("param-sync") if unit.is_main_param_aliased else None
+        self._syncs[unit] = send.task = self._driver.submit(
+            Task(
+                "param-sync",
+                unit.name,
+                unit.groups.param_sync,
+                lambda: unit.preview_param_steps(send.update),
+                ready=(self._shards_written.pop("param-sync", None),),
+                # The gradients, and what else may still read the shard.
+                after=(send.grads, gather, self._syncs.get(unit), before),
+            )
+        )
+
+    def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
+        """Rebuild the shards but those of `done`, in the order of this step, and gather again."""
+        self.drop_spares()
+        self.restart()
+        self.note_written()
+        self.early_sends.forget()
+        in_order = self.use_order.units_in_order
+        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
+
+    def rebuild_in_last_order(self) -> None:
+        """Rebuild the shards where ranks with a micro-batch rebuild them; this rank has none."""
+        for unit in self.use_order.last_used:
+            self.rebuild_now(unit)
+            self.note_shard_used(unit)
+
+    def await_sync(self, unit: HZPUnit) -> None:
+        """Return when the shard of `unit` is up to date; a use of a kept unit has not waited."""
+        if (sync := self._syncs.get(unit)) is not None:
+            sync.wait()
+
+    def join_syncs(self) -> None:
+        """Return when every shard is up to date or sent early, and no sync reads the states."""
+        self.rebuild_remaining()
+        if not self._syncs:
+            return
+        for sync in self._syncs.values():
+            sync.wait()
+        self._syncs.clear()
+        # From here on a gather cannot wait for the tasks themselves any more.
+        self.note_written()
+
+    def note_written(self) -> None:
+        """Let gathers come after the current stream, which has written parameter shards."""
+        # What comes later in the lane of one that has waited for it comes after it, too.
+        self._shards_written = dict.fromkeys(("gather", "param-sync"), self._device.record_event())
+
+    # ---- steps
+
+    def begin_evaluation(self) -> None:
+        """Begin a forward without backward."""
+        self._driver.timeline.pause()
+        self._driver.submitted.shorten()
+        self.restart(is_training=False)
+
+    def begin_step(self) -> None:
+        """Begin a step, or begin it again."""
+        self.early_sends.await_all()  # those of a backward that was given up
+        self.cancel_early_sends()
+        self.early_sends.forget()
+        self.restart()
+        self.prefetch()

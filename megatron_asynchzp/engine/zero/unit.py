@@ -1,0 +1,476 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one unit: parameters that are gathered and used together, and their buffers."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_asynchzp.engine.comm.collectives import (
+    AxisGroup,
+    Steps,
+    all_gather_steps,
+    all_reduce_steps,
+    completed,
+    followed_by,
+    holding,
+    new_shards,
+    reduce_scatter_steps,
+    rounded_all_reduce_steps,
+    rounded_reduce_scatter_steps,
+)
+from megatron_asynchzp.engine.comm.groups import ShardGroups
+from megatron_asynchzp.engine.comm.low_precision_gather import Fp8Gather, WeightGrid
+from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic
+from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.sharding.in_flight import (
+    UnitInFlight,
+    grads_before_added_nbytes,
+    reduction_nbytes,
+)
+from megatron_asynchzp.engine.sharding.layout import FlatLayout
+from megatron_asynchzp.engine.sharding.pieces import GradPiece
+from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.guard import ParamGuard
+from megatron_asynchzp.engine.zero.marks import Marks
+from megatron_asynchzp.engine.zero.sent_record import SentRecord
+from megatron_asynchzp.errors import ConfigurationError
+
+
+class IllegalTransition(RuntimeError):
+    """Raised when an operation needs gathered parameters and they are sharded, or the reverse."""
+
+
+class Fragment:
+    """The part of one parameter that lies in this rank's optimizer shard."""
+
+    def __init__(
+        self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor, is_away: bool
+    ):
+        self.index = index  # of the parameter in its unit
+        self.held = held  # its row-major elements that lie in the shard
+        self.values = values  # those of main_param, 1-D fp32
+        self.grad = grad  # their place in main_grad, 1-D; see give_grad
+        # The optimizer's parameter; it reads as NaN while `values` are on the host.
+        nan = torch.tensor(torch.nan, device=grad.device)
+        self.param = torch.nn.Parameter(nan.expand(values.shape) if is_away else values)
+
+
+class HZPUnit:
+    """Parameters that are unsharded, used and resharded together (FSDP's parameter group).
+
+        at rest             model_param  [P shard, model dtype]
+                            main_grad    [G shard, fp32, or bf16 where the groups say so]
+                            main_param   [O shard, fp32], within the other two ranges
+        while it computes   + full parameters [padded_numel, model dtype]
+        in backward         + full gradients  [padded_numel, fp32]
+
+    In an fp32 model main_param is a view of model_param. Untrained parameters have a model_param
+    only. `params` are (name, parameter) in layout order, of one dtype, all trained or none; `shard`
+    is their P shard, 1-D, if they were sharded while the model was built (Construction).
+    """
+
+    # Whether the optimizer states are on the host between two updates (HostStates).
+    is_on_host = False
+    # Whether the P shard holds what the last update made of main_param.
+    shard_is_current = False
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[tuple[str, torch.nn.Parameter]],
+        groups: ShardGroups,
+        shard: torch.Tensor | None = None,
+        layer: str | None = None,
+        is_seated: bool = False,
+    ):
+        self.name, self.is_seated = name, is_seated
+        self.layer = name if layer is None else layer
+        self.groups = groups
+        self.param_names = [param_name for param_name, _ in params]
+        self.params = [param for _, param in params]
+        self.dtype = self.params[0].dtype
+        self.device = self.params[0].device
+        self.is_trained = self.params[0].requires_grad
+        sizes = groups.topology.sizes
+        # A shard of size 1 is the whole: such parameters are never gathered, and such gradients
+        # go straight into main_grad.
+        self.is_always_unsharded, self.reduces_in_place = sizes.param == 1, sizes.grad == 1
+        self.layout = FlatLayout.build(
+            [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
+        )
+        # Keys as strings, which remember their hash. Equal sizes fit the same memory in flight.
+        self.size_key = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
+        self.size_key += f" of {groups.topology.world_size}"
+        # Equal for units whose parameters lie at the same places.
+        self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
+        self.overwrites_main_grads: bool | None = None  # None without fuse_grads
+        self.fp8_gather: Fp8Gather | None = None
+        self._full_param: torch.Tensor | None = None
+        self.guard = ParamGuard(self.params)
+        self._allocate_and_shard(shard)
+        self.sent_record = SentRecord(self)
+
+    def __str__(self) -> str:
+        return self.name
+
+    # ---- construction
+
+    def _range(self, shard_size: int) -> Range:
+        return self.groups.topology.shard_range(shard_size, self.layout.padded_numel)
+
+    def _new_buffer(self, range_: Range, dtype: torch.dtype) -> FlatBuffer:
+        storage = torch.zeros(range_.numel, dtype=dtype, device=self.device)
+        return FlatBuffer(self.layout, range_, storage)
+
+    def _allocate_and_shard(self, shard: torch.Tensor | None) -> None:
+        sizes = self.groups.topology.sizes
+        if shard is None:
+            self.model_param = self._new_buffer(self._range(sizes.param), self.dtype)
+            self.model_param.copy_params(self.params)
+        else:
+            self.model_param = FlatBuffer(self.layout, self._range(sizes.param), shard)
+        self.optim_range = self._range(sizes.optim)
+        self.marks = Marks(
+            self.optim_range.numel, self.device, self.is_trained, not self.is_main_param_aliased
+        )
+        if self.is_trained:
+            self.main_grad = self._new_buffer(self._range(sizes.grad), self.groups.main_grad_dtype)
+            if self.is_main_param_aliased:
+                self.main_param = self.model_param.sub_buffer(self.optim_range)
+            else:
+                self.main_param = self._new_buffer(self.optim_range, torch.float32)
+                self.copy_model_to_main()
+        self.placeholders = self._make_placeholders()
+        if self.is_always_unsharded:
+            self._full_param = self.model_param.storage
+            self._point_params_at(self.model_param.param_views())
+        else:
+            self._point_params_at(self.placeholders)
+
+    def _make_placeholders(self) -> list[torch.Tensor]:
+        # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
+        # and computing with it gives NaN instead of a plausible number (law 5).
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+        self.nan = nan
+        of_shape = {piece.shape: nan.expand(piece.shape) for piece in self.layout.slices}
+        return [of_shape[piece.shape] for piece in self.layout.slices]
+
+    def _point_params_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the full parameters."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+    @cached_property
+    def outer_traffic(self) -> OuterTraffic:
+        """Bytes that a step sends outside the parameter shard."""
+        topology = self.groups.topology
+        itemsizes = self.dtype.itemsize, self.groups.grad_dtype.itemsize
+        numel, ranks = self.layout.padded_numel, topology.world_size
+        return OuterTraffic.of(numel, *itemsizes, topology.sizes, ranks)
+
+    @property
+    def is_main_param_aliased(self) -> bool:
+        """Whether main_param is a view of model_param, as in fp32 models."""
+        return self.dtype == torch.float32
+
+    @property
+    def is_main_param_away(self) -> bool:
+        """Whether main_param is on the host between two updates."""
+        return self.is_on_host and not self.is_main_param_aliased
+
+    # ---- parameters
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether parameters are views of gathered memory, not placeholders that read as NaN."""
+        return self._full_param is not None
+
+    def unshard_steps(self, full: torch.Tensor) -> Steps:
+        """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
+        return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
+
+    def unshard_for_layers_steps(self, full: torch.Tensor) -> Steps:
+        """Gather into `full` what layers read, in FP8 where gather_in_fp8 says so."""
+        if self.fp8_gather is None:
+            return self.unshard_steps(full)
+        shard = self.model_param
+        place = shard.range.start // shard.range.numel
+        return self.fp8_gather.steps(shard.storage, place, full, self.groups.unshard)
+
+    def gather_in_fp8(
+        self, names: Collection[str], grid: WeightGrid, is_computing: Callable[[], bool]
+    ) -> None:
+        """Gather `names`, which layers read on the FP8 `grid`, as codes if those are shorter."""
+        if self.dtype != torch.bfloat16 or self.is_always_unsharded:
+            return
+        numbers = [index for index, name in enumerate(self.param_names) if name in names]
+        shards = self.groups.topology.sizes.param
+        coded = Fp8Gather(self.layout, shards, numbers, grid, is_computing)
+        self.fp8_gather = coded if coded.is_shorter else None
+
+    def check_called_in_fp8(self) -> None:
+        """Raise ConfigurationError if a layer outside FP8 is called and would read FP8 codes."""
+        if self.fp8_gather is not None and not self.fp8_gather.is_computing():
+            raise ConfigurationError(
+                f"{self.name} is called outside FP8, but its weights were gathered in FP8. Call it "
+                "within FP8, or drop --fp8-param-gather."
+            )
+
+    def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return the place of each parameter in `full` (1-D, padded_numel), in its shape."""
+        return FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full).param_views()
+
+    def to_unsharded(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Make the parameters `views`, views_of(full), of the gathered values in `full`."""
+        if self.is_unsharded:
+            raise IllegalTransition(f"{self.name}: its parameters are unsharded already")
+        self._full_param = full
+        self.guard.reveal()
+        self._point_params_at(views)
+
+    def reshard(self) -> None:
+        """Drop the full parameters, if they are unsharded and can be."""
+        if self.is_always_unsharded or not self.is_unsharded:
+            return
+        self._point_params_at(self.placeholders)
+        self._full_param = None
+        self.guard.hide()
+
+    @property
+    def full_param_storage(self) -> torch.Tensor:
+        """The gathered parameters, 1-D; raises IllegalTransition while they are sharded."""
+        if self._full_param is None:
+            raise IllegalTransition(f"{self.name}: its parameters are sharded")
+        return self._full_param
+
+    def is_gathered_at(self, pointer: int) -> bool:
+        """Return whether the full parameters lie in the storage at address `pointer`."""
+        full = self._full_param
+        return full is not None and full.untyped_storage().data_ptr() == pointer
+
+    def params_at_rest(self) -> list[torch.Tensor]:
+        """Return the tensors that hold the memory of the parameters between two uses."""
+        return [self.model_param.storage, *self.placeholders]
+
+    def states(self) -> list[torch.Tensor]:
+        """Return the tensors that a trained unit has on the device besides its parameters."""
+        if not self.is_trained:
+            return []
+        own = [self.main_grad.storage, *self.marks.bits.values(), *self.sent_record.states()]
+        return own if self.is_main_param_away else [self.main_param.storage, *own]
+
+    # ---- gradients
+
+    @cached_property
+    def whole_grads(self) -> list[torch.Tensor]:
+        """The place of each gradient in main_grad, where that is the whole."""
+        return self.main_grad.param_views()
+
+    def fuse_grads(self, overwrites: bool) -> None:
+        """Let layers put the gradients of their weights where they are collected.
+
+        [Note: fused gradients] As with Megatron's DDP, a layer of Transformer Engine adds its
+        gradient to `param.main_grad` (point_at_places) in backward, sets `grad_added_to_main_grad`
+        and gives autograd a dummy. With `overwrite_main_grad`, which layers read in forward, it
+        writes over the place.
+        """
+        if self.overwrites_main_grads is not overwrites:
+            self.overwrites_main_grads = overwrites
+            params: list[Any] = self.params
+            for param in params:
+                param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
+
+    def in_flight(self, slot_nbytes: int) -> UnitInFlight:
+        """Return what this unit needs in flight; `slot_nbytes`: see ScheduleConfig."""
+        need = UnitInFlight.of(
+            self.layer,
+            self.layout.padded_numel,
+            self.dtype.itemsize,
+            self.is_trained,
+            self.groups.topology,
+            slot_nbytes,
+            self.groups.grad_dtype.itemsize,
+        )
+        need = replace(need, is_seated=self.is_seated and need.params > 0)
+        if self.reduces_in_place and self.is_trained:
+            sizes = Counter(param.numel() * param.dtype.itemsize for param in self.params)
+            need = replace(need, own_grads=grads_before_added_nbytes(sizes))
+        return need
+
+    def reduction_nbytes(self, piece: GradPiece) -> int:
+        """Return the bytes that reducing `piece` takes, the piece included."""
+        sizes = [axis_group.axis.size for axis_group in self.groups.grad_reduce]
+        return reduction_nbytes(piece.numel, sizes, self.groups.grad_dtype.itemsize)
+
+    def reduce_steps(
+        self, full: torch.Tensor, shards: Sequence[torch.Tensor], own: torch.Tensor
+    ) -> Steps:
+        """Reduce-scatter a piece of the gradients over the G axes in fp32 and add it to `own`.
+
+        `shards` is memory for it (new_shards). A rank without gradients contributes zeros, so that
+        all ranks issue the same.
+        """
+        last = yield from _reduce_scatter_steps(
+            full, self.groups.grad_reduce, shards, self.groups.grad_dtype
+        )
+        return followed_by(last, lambda: own.add_(shards[-1]))
+
+    def sync_grad_steps(self, scale: float) -> Steps:
+        """Sum the gradients over the axes from G to O and over the replicas, once per step.
+
+        Then the O range of main_grad holds the sum times `scale`, and the rest is meaningless until
+        `zero_grads`. The stream that runs this allocates the memory between.
+        """
+        shard, groups = self.main_grad.storage, self.groups
+        last, shards = None, list[torch.Tensor]()
+        if groups.grad_sync:
+            shards = new_shards(shard, groups.grad_sync, groups.grad_dtype)
+            reduction = _reduce_scatter_steps(shard, groups.grad_sync, shards, groups.grad_dtype)
+            last = yield from completed(reduction) if groups.replica_sync else reduction
+            shard = shards[-1]
+        if groups.replica_sync:
+            if groups.grad_dtype == torch.float32:
+                last = yield from all_reduce_steps(shard, groups.replica_sync)
+            else:
+                last = yield from rounded_all_reduce_steps(
+                    shard, groups.replica_sync, groups.grad_dtype
+                )
+        own = self.main_grad.view(self.optim_range)
+
+        def end() -> None:
+            shard.mul_(scale)
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+
+        return followed_by(holding(last, *shards), end)
+
+    def reopen_grads(self, scale: float) -> None:
+        """Undo sync_grad_steps(scale): the sum counts as what replica 0 has collected."""
+        own = self.main_grad.view(self.optim_range)
+        total = own / scale
+        self.main_grad.storage.zero_()
+        if self.groups.topology.replica_index == 0:
+            own.copy_(total)
+
+    def zero_grads(self) -> None:
+        """Forget every gradient of this step."""
+        params: list[Any] = self.params
+        with self.guard.without_torch_function():
+            for param in params:
+                param.grad = None
+                if self.overwrites_main_grads is not None:
+                    param.grad_added_to_main_grad = False
+        if self.is_trained:
+            self.main_grad.storage.zero_()
+
+    def main_grad_fragments(self) -> list[torch.Tensor]:
+        """Return this rank's optimizer shard of each gradient, as 1-D views."""
+        return self.main_grad.sub_buffer(self.optim_range).fragment_views()
+
+    def main_param_fragments(self) -> list[torch.Tensor]:
+        """Return this rank's optimizer shard of each parameter, as 1-D fp32 views."""
+        return self.main_param.fragment_views()
+
+    def new_fragments(self) -> "list[Fragment]":
+        """Return a fragment of each parameter of a trained unit, empty ones included."""
+        main, is_away = self.main_param, self.is_main_param_away
+        return [
+            Fragment(index, *main.elements_of(index), grad, is_away)
+            for index, grad in enumerate(self.main_grad_fragments())
+        ]
+
+    def hold_on_host(self, memory: torch.Tensor) -> None:
+        """Keep the optimizer states on the host from now on; `memory` is for main_param."""
+        self.is_on_host = True
+        if not self.is_main_param_aliased:
+            memory.copy_(self.main_param.storage)
+            self.main_param = FlatBuffer(self.layout, self.optim_range, memory)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether sums over all ranks take the O range from this rank, not from a replica."""
+        return self.groups.topology.replica_index == 0
+
+    # ---- after the optimizer
+
+    @torch.no_grad()
+    def copy_model_to_main(self) -> None:
+        """Set main_param to the values of model_param, after the model was loaded."""
+        if self.is_trained and not self.is_main_param_aliased:
+            self.main_param.storage.copy_(self.model_param.view(self.optim_range))
+
+    def cast_main_param(self, values: torch.Tensor) -> None:
+        """Cast `values` of main_param into this rank's O range of the P shard."""
+        self.marks.write(values, self.model_param.view(self.optim_range))
+
+    def sync_param_steps(self) -> Steps:
+        """Cast main_param to the model dtype and gather it into the P shard, once per step."""
+        if not (self.is_main_param_aliased or self.shard_is_current):
+            self.cast_main_param(self.main_param.storage.to(self.device))
+        self.shard_is_current = False
+        if self.sent_record.is_watched:
+            self.sent_record.note_sent()
+        return (yield from self.complete_param_steps())
+
+    def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
+        """Gather into the P shard what `update` makes of a copy of main_param."""
+        if self.is_main_param_aliased:
+            return (yield from self._preview_beside_steps(update))
+        copy = self.main_param.storage.clone()
+        update(copy)
+        self.marks.write(copy, self.model_param.view(self.optim_range))
+        self.sent_record.note_sent()
+        return (yield from self.complete_param_steps())
+
+    def _preview_beside_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
+        """Do that without a write to this rank's range of the P shard, which is main_param."""
+        own = self.optim_range.within(self.model_param.range)
+        gathered = torch.empty_like(self.model_param.storage)
+        copy = gathered[own.start : own.stop].copy_(self.main_param.storage)
+        update(copy)
+        self.sent_record.note_sent(copy)
+        last = yield from all_gather_steps(copy, gathered, self.groups.param_sync)
+
+        def copy_other_ranges() -> None:
+            for part in (slice(own.start), slice(own.stop, None)):
+                self.model_param.storage[part].copy_(gathered[part])
+
+        return followed_by(last, copy_other_ranges)
+
+    def complete_param_steps(self) -> Steps:
+        """Gather the P shard from the ranks' O ranges."""
+        own = self.model_param.view(self.optim_range)
+        return all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Return the bytes at rest on the device, by state; an aliased main_param counts as 0."""
+        trained = self.is_trained
+        return {
+            "model_param": self.model_param.nbytes,
+            "main_grad": self.main_grad.nbytes if trained else 0,
+            "main_param": self.main_param.nbytes
+            if trained and not (self.is_main_param_aliased or self.is_main_param_away)
+            else 0,
+        }
+
+
+def _reduce_scatter_steps(
+    full: torch.Tensor,
+    axes: Sequence[AxisGroup],
+    shards: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> Steps:
+    """Reduce-scatter in fp32, with contributions that travel in `dtype`."""
+    is_rounded = dtype != torch.float32
+    return (rounded_reduce_scatter_steps if is_rounded else reduce_scatter_steps)(
+        full, axes, shards
+    )
