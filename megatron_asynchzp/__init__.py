@@ -1,7 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""AsyncHZP for Megatron-LM, and `shard` for models without it. Importing this package loads neither
-torch nor megatron nor triton: the names below load what they need when they are first used."""
+"""AsyncHZP for Megatron-LM, and `shard` for models without it.
+
+Importing this package loads neither torch nor megatron nor triton: each name below is loaded at its
+first use.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The console command `asynchzp COMMAND ...`: one name for what a user starts by hand. Each command
-is a module of its own, imported at its use."""
+"""The console command `asynchzp COMMAND ...`, which imports each command's module at its use."""
 
 import sys
 from difflib import get_close_matches
@@ -15,8 +14,7 @@ _EXIT_USAGE = 2
 
 
 class Command(NamedTuple):
-    """`function` of `module` gets the words after the command; it returns an exit status or ends
-    the process itself."""
+    """A command: `function` of `module` gets the words after it and returns an exit status."""
 
     module: str
     function: str
@@ -43,7 +41,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns its exit status; 2 for a command that is not there."""
+    """Run one command and return its exit status, 2 for an unknown command."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in ("-h", "--help"):
         print(usage(), end="")

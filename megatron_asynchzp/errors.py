@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that every part of the package raises for bad input and for packages that are not
-there, the parser whose errors are one line, and how lines name ranks."""
+"""Errors for bad input and missing packages, one-line parser errors, and names of ranks."""
 
 import os
 import sys
@@ -34,10 +33,7 @@ class ConfigurationError(ValueError):
 
 
 class MissingPackage(ConfigurationError):
-    """A package that is not installed and that `user`, a flag or a command, needs.
-
-    package: the name that is imported.
-    """
+    """A package that `user`, a flag or a command, needs and that is not installed."""
 
     def __init__(self, package: str, user: str):
         extra = EXTRAS.get(package)
@@ -48,8 +44,7 @@ class MissingPackage(ConfigurationError):
 
     @classmethod
     def of(cls, error: ImportError, user: str) -> "MissingPackage | None":
-        """Return `error` as one line. None where a module of ours, or a name within a package
-        that is there, is not found: that is a fault, or another version."""
+        """Translate an ImportError; None for a fault of ours or a package of another version."""
         package = (error.name or "").partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and not _is_there(package)
         return cls(package, user) if package and is_missing else None
@@ -59,7 +54,7 @@ class OneLineParser(ArgumentParser):
     """A parser of a command's own flags that ends with one line, which names the nearest flag."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as argparse does, after a look for flags that do not exist."""
+        """Parse as argparse does, after a search for unknown flags."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words if self._subparsers is None else ():
             flag, known = word.partition("=")[0], self._option_string_actions
@@ -69,12 +64,12 @@ class OneLineParser(ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with 2 and one line."""
+        """End the process with status 2 and one line."""
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
 
 
 def require(package: str, user: str) -> None:
-    """Raise MissingPackage where `package`, which `user` is about to import, is not there."""
+    """Raise MissingPackage unless `package`, which `user` is about to import, is installed."""
     if not _is_there(package):
         raise MissingPackage(package, user)
 
@@ -84,7 +79,7 @@ def _is_there(package: str) -> bool:
 
 
 def no_file_at(path: Path) -> str:
-    """Say why `path` cannot become a file, and the remedy; "" where it can."""
+    """Say why `path` cannot become a file, and the remedy; "" if it can."""
     if path.is_dir():
         return "that is a folder; name a file in it"
     if not path.parent.exists():
@@ -96,7 +91,7 @@ def no_file_at(path: Path) -> str:
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last of each run of consecutive numbers in `ranks`, which are sorted."""
+    """Return the first and last of each run of consecutive numbers in the sorted `ranks`."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -107,10 +102,7 @@ def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, short for thousands too: "rank 3", "ranks 1, 4 to 7", "ranks 0, 8, ..., 504".
-
-    ranks: sorted, each once. Without a rule in them the first are named, and how many more.
-    """
+    """Name sorted ranks briefly: "rank 3", "ranks 1, 4 to 7", "ranks 0, 8, ..., 504"."""
     if not ranks:
         return "no rank"
     plural = "s" if len(ranks) > 1 else ""

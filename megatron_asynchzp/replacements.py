@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Replaced names: what was there, what is there now, and the way back. The adapter's patches and
-the CPU platform both replace names of Megatron and torch through this file.
-"""
+"""Replaces names of Megatron and torch, for the adapter and the CPU platform, and restores them."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ _CANNOT_COPY = {*sys.stdlib_module_names, *_OTHERS.split(), "torch", "transforme
 
 
 class Replaced(NamedTuple):
-    """One replaced attribute; `original` is `_ABSENT` where `owner` only inherited it."""
+    """A replaced attribute; `original` is `_ABSENT` if `owner` only inherited it."""
 
     owner: Any
     name: str
@@ -33,12 +31,13 @@ class Replaced(NamedTuple):
 
 
 class Replacements:
-    """Replaces attributes of modules and classes, and puts every one back by identity.
-
-    package: where copies are looked for; "" means every loaded module that may import Megatron.
+    """Replaces attributes of modules and classes, and restores every one by identity.
 
     After `from package import name` the importing module keeps the old object: `follow_copies`
     replaces such copies too. `restore` also finds copies that were made of the replacements.
+
+    Args:
+        package: where copies are searched; "" means every module that may import Megatron.
     """
 
     def __init__(self, package: str = ""):
@@ -58,12 +57,12 @@ class Replacements:
         self._entries.append(Replaced(owner, name, original, seen, replacement))
 
     def contains(self, function: Any) -> bool:
-        """Whether `function` is one of the replacements, or wraps one (functools.wraps)."""
+        """Return whether `function` is a replacement, or wraps one (functools.wraps)."""
         ours = {id(entry.replacement) for entry in self._entries}
         return id(function) in ours or any(id(inner) in ours for inner in _wrapped_by(function))
 
     def follow_copies(self) -> int:
-        """Replace the copies by name in loaded modules; returns how many there were."""
+        """Replace the copies by name in loaded modules; return how many there were."""
         # Of what is callable identity means something; True, 0 and None are shared by everyone.
         swaps = [(e.seen, e.replacement) for e in self._entries if callable(e.seen)]
         self._followed.clear()
@@ -76,7 +75,8 @@ class Replacements:
     def restore(self) -> None:
         """Undo everything, the newest replacement first.
 
-        Raises RuntimeError, and undoes nothing, where a replacement was wrapped since.
+        Raises:
+            RuntimeError: a replacement was wrapped since; nothing is undone then.
         """
         for entry in self._entries:
             now = getattr(entry.owner, entry.name, None)
@@ -98,16 +98,16 @@ class Replacements:
         self._followed.clear()
 
     def _find_copies(self, swaps: list[tuple[Any, Any]]) -> list[tuple[ModuleType, str, Any]]:
-        """The names that hold the first object of a pair, each with the second.
+        """Find the names that hold the first object of a pair, each with the second.
 
-        Few are looked at closely: filelock has an audit hook, which Python calls at every id().
+        Few modules are examined: filelock has an audit hook, which Python calls at every id().
         """
         if not swaps:
             return []
         types = {type(old) for old, _ in swaps}
         news = {id(old): new for old, new in swaps}
         names = {getattr(old, "__name__", None) for old, _ in swaps}
-        places = (str(getattr(one, "__module__", "")) for swap in swaps for one in swap)
+        places = (str(getattr(function, "__module__", "")) for swap in swaps for function in swap)
         own = {(*module.split(".")[:2],) for module in places}
         return [
             (module, name, news[id(value)])
@@ -122,6 +122,6 @@ class Replacements:
 
 
 def _wrapped_by(function: Any) -> Iterator[Any]:
-    """The functions that `function` wraps (functools.wraps), the outermost first."""
+    """Yield the functions that `function` wraps (functools.wraps), the outermost first."""
     while (function := getattr(function, "__wrapped__", None)) is not None:
         yield function

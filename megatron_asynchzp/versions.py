@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of other packages that this one was tested with. No dependency has an upper bound:
-an install never replaces what an environment has. A version that is not listed gets one line when a
-run starts; what differs in it is refused where it is used, by name."""
+"""The versions of torch and megatron-core that this package was tested with.
+
+No dependency has an upper bound, so an install never replaces what an environment has. An untested
+version gets one line when a run starts; each difference in it is refused by name where it is used.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -12,7 +14,7 @@ MEGATRON = ("0.18", "0.19")
 
 
 class Version(NamedTuple):
-    """Major and minor number, as they are compared."""
+    """Major and minor number."""
 
     major: int
     minor: int
@@ -27,11 +29,11 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-def untested(found: Mapping[str, str]) -> Iterator[str]:
-    """One line for each package of `found` (name -> version) whose version was not tested."""
+def untested(installed: Mapping[str, str]) -> Iterator[str]:
+    """Yield one line for each package of `installed` (name -> version) with an untested version."""
     for name, tested in (("torch", TORCH), ("megatron-core", MEGATRON)):
-        if name in found and str(Version.of(found[name])) not in tested:
+        if name in installed and str(Version.of(installed[name])) not in tested:
             yield (
-                f"{name} {found[name]} was not tested with this version of megatron_asynchzp, "
+                f"{name} {installed[name]} was not tested with this version of megatron_asynchzp, "
                 f"which was tested with {', '.join(tested)}"
             )

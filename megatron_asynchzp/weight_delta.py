@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What changed of a parameter, and how a copy of the model takes it over. Needs torch alone."""
+"""Changes of a parameter, and how a copy of the model applies them. Needs torch alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,18 +12,14 @@ from megatron_asynchzp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """New values of some elements of the parameter `name`, or of all where that is shorter.
-
-    shape: of the whole parameter.
-    indices: 1-D, int32 (int64 from 2^31 elements on), ascending, of the row-major elements; None
-        where `values` has them all.
-    values: 1-D, in the dtype of the model.
-    """
+    """New values of some elements of a parameter, or of all elements if that is shorter."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
+    # 1-D, int32 (int64 from 2^31 elements on), ascending, of the row-major elements; None if
+    # `values` has them all
     indices: torch.Tensor | None
-    values: torch.Tensor
+    values: torch.Tensor  # 1-D, in the dtype of the model
 
     @property
     def nbytes(self) -> int:
@@ -32,8 +28,7 @@ class WeightDelta:
 
     @classmethod
     def of(cls, name: str, whole: torch.Tensor, changed: torch.Tensor | None) -> "WeightDelta":
-        """changed: bool, of the shape of `whole`, the new parameter; None for all elements. The
-        delta has memory of its own."""
+        """Copy the `changed` (bool, None for all) elements of the new parameter `whole`."""
         flat, shape = whole.reshape(-1), tuple(whole.shape)
         if changed is not None:
             index_dtype = torch.int32 if flat.numel() < 2**31 else torch.int64
@@ -46,18 +41,20 @@ class WeightDelta:
 
 @torch.no_grad()
 def apply_delta(weights: Mapping[str, torch.Tensor], delta: WeightDelta) -> None:
-    """Write the new values into weights[delta.name], which then has the bits of the trained model
-    if it had them when the mark was set. Any device.
+    """Write the new values into weights[delta.name], on any device.
 
-    Raises ConfigurationError where that name, its shape or its dtype is another.
+    That weight then has the bits of the trained model if it had them when the mark was set.
+
+    Raises:
+        ConfigurationError: that name is missing, or its shape or dtype differs.
     """
     target = weights.get(delta.name)
     if target is None:
         raise ConfigurationError(f"{delta.name}: there is a delta of it, but no such weight here")
-    found, expected = (tuple(target.shape), target.dtype), (delta.shape, delta.values.dtype)
-    if found != expected:
+    actual, expected = (tuple(target.shape), target.dtype), (delta.shape, delta.values.dtype)
+    if actual != expected:
         raise ConfigurationError(
-            f"{delta.name}: the weight here is of shape {found[0]} in {found[1]}, its delta of "
+            f"{delta.name}: the weight here is of shape {actual[0]} in {actual[1]}, its delta of "
             f"{expected[0]} in {expected[1]}; take the delta from the same model in the same dtype"
         )
     values = delta.values.to(target.device)

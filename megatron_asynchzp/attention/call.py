@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the input of one attention, the same for every way to compute it."""
+"""Owns the input of an attention, the same for every way to compute it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,17 +13,14 @@ from megatron_asynchzp.attention.mask import AttentionMask
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """softmax(scale q k^T) v under `mask`. q [B, H, S, D], k [B, G, T, D], v [B, G, T, E].
-
-    dropout: probability with which a weight is dropped.
-    """
+    """softmax(scale q k^T) v under `mask`. q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]."""
 
     q_BHSD: torch.Tensor
     k_BGTD: torch.Tensor
     v_BGTE: torch.Tensor
     mask: AttentionMask
     scale: float
-    dropout: float = 0.0
+    dropout: float = 0.0  # probability with which a weight is dropped
 
     def __post_init__(self):
         check_shapes(self.q_BHSD, self.k_BGTD, self.v_BGTE)
@@ -45,7 +42,7 @@ class AttentionCall:
 
 
 class Vendor(Protocol):
-    """An attention of others that shifted keys are handed to."""
+    """A vendor's attention, which gets shifted keys."""
 
     name: str
 
@@ -54,5 +51,5 @@ class Vendor(Protocol):
         ...
 
     def run(self, call: AttentionCall) -> torch.Tensor:
-        """The output, [B, H, S, E], differentiable; zeros where a query attends nothing."""
+        """Return the differentiable output, [B, H, S, E]; zero if a query attends nothing."""
         ...

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how queries and keys are taken from a running model: hooks on its core attention modules,
-found by what they are called with.
-"""
+"""Captures queries and keys of a running model by hooks on its core attention modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,10 +45,10 @@ def capture_when(
     is_due: Callable[[], bool],
     finish: Callable[[dict[str, dict[str, torch.Tensor]]], None],
 ) -> int:
-    """While `is_due()`, keep q and k of the first forward of every core attention, under the name
-    of its owner in `model`; hand them to `finish` as soon as all have run, and remove the hooks.
+    """While `is_due()`, keep q and k of the first forward of every core attention.
 
-    Returns the number of core attentions: with 0 there is nothing to wait for.
+    After all have run, `finish` gets them by the names of their owners in `model`, and the hooks
+    are removed. Returns the number of core attentions; with 0 `finish` is never called.
     """
     seen: dict[str, dict[str, torch.Tensor]] = {}
     hooks = []
@@ -61,8 +59,8 @@ def capture_when(
                 return
             seen[layer] = _queries_and_keys(arguments)
             if len(seen) == len(hooks):
-                for one in hooks:
-                    one.remove()
+                for registered in hooks:
+                    registered.remove()
                 finish(seen)
 
         return hook

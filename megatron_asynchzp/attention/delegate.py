@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns PASA at a vendor's speed: keys minus one mean per head, handed to the best attention there
-is, with autograd through the shifted keys.
+"""PASA at a vendor's speed: keys minus a mean per head, given to the best vendor's attention.
 
 Any flash attention computes dQ = sum_j dS_ij k_j from rounded dS, whose sum over j is not zero,
 and so adds a multiple of the keys' mean to dQ. Keys without a mean leave nothing to multiply.
@@ -25,15 +24,18 @@ VENDOR_NAMES = tuple(vendor.name for vendor in VENDORS)
 def delegate_attention(
     call: AttentionCall, vendor: str = "auto", *, shifts_values: bool = False
 ) -> torch.Tensor:
-    """The output [B, H, S, E] in the dtype of q, computed by `vendor` from shifted keys.
-
-    vendor: one of VENDOR_NAMES, or auto.
-    shifts_values: take a mean off v too and add it to the output again, after which dQ and dK do
-        not depend on the bias of v either; the unshifted and the shifted output are then both kept.
+    """Compute the output [B, H, S, E], in the dtype of q, by `vendor` from shifted keys.
 
     Padding may hold anything, inf included.
 
-    Raises ConfigurationError, one line, where no vendor can.
+    Args:
+        call: the input.
+        vendor: one of VENDOR_NAMES, or auto.
+        shifts_values: shift v by a mean too and add it to the output again, after which dQ and dK
+            do not depend on the bias of v either. Keeps both outputs for backward.
+
+    Raises:
+        ConfigurationError: no vendor can compute it.
     """
     if shifts_values and call.dropout:
         raise ConfigurationError(
@@ -52,7 +54,7 @@ def delegate_attention(
 def with_shifted_values(
     call: AttentionCall, attend: Callable[[AttentionCall], torch.Tensor]
 ) -> torch.Tensor:
-    """What `attend` makes of `call`, [B, H, S, E], by way of values without their mean."""
+    """Compute `attend(call)`, [B, H, S, E], from values without their mean."""
     shifted = shift_values(call.v_BGTE, call.used_BT)
     output = attend(replace(call, v_BGTE=shifted.values_BGTE))
     mask = call.mask
@@ -61,7 +63,7 @@ def with_shifted_values(
 
 
 def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
-    """One call per chunk of queries, all of them on the same shifted keys."""
+    """Run one call per chunk of queries, all of them on the same shifted keys."""
     if not call.mask.chunks:
         return vendor.run(call)
     outputs = [
@@ -80,8 +82,11 @@ def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
 
 
 def choose_vendor(call: AttentionCall, name: str = "auto") -> Vendor:
-    """The vendor of that name, or by itself: Ascend's on Ascend; flash-attn where torch would need
-    a mask in memory or one call per sequence; torch elsewhere."""
+    """Return the vendor of that name, or for auto the best one.
+
+    That is Ascend's on Ascend, flash-attn if torch would need a mask in memory or one call per
+    sequence, and torch otherwise.
+    """
     if name != "auto":
         vendor = next((v for v in VENDORS if v.name == name), None)
         if vendor is None:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is measured about one layer's queries and keys: whether half precision can hold their
-scores, and what their bias does to dQ.
-"""
+"""Measures a layer's queries and keys: whether fp16 holds their scores, and dQ's error by bias."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -17,24 +15,18 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class HeadDiagnosis:
-    """One key head and the query heads that share it.
-
-    sequence_bias: size of the mean key over the spread of the keys around it, both over channels.
-    resonance: mean cosine between the queries and the mean key; 1 in phase, -1 the opposite.
-    largest_score, largest_scaled: of q k and of q k / sqrt(d), over all queries and keys.
-    overflows: whether fp16 cannot hold q k.
-    amplification: by how much the bias multiplies the rounding error of dQ in a standard flash
-        attention, whose rounded dS is multiplied by k and not by k - mean.
-    *_shifted: the same of k minus its shift.
-    """
+    """A key head and the query heads that share it. *_shifted: the same of k minus its shift."""
 
     layer: int | str
     head: int
-    sequence_bias: float
+    sequence_bias: float  # size of the mean key / spread of the keys around it, both over channels
+    # mean cosine between the queries and the mean key; 1 in phase, -1 the opposite
     resonance: float
-    largest_score: float
-    largest_scaled: float
-    overflows: bool
+    largest_score: float  # largest |q k| over all queries and keys
+    largest_scaled: float  # largest |q k| / sqrt(d)
+    overflows: bool  # fp16 cannot hold q k
+    # factor of the bias on the rounding error of dQ in a standard flash attention, which multiplies
+    # rounded dS by k instead of k - mean
     amplification: float
     sequence_bias_shifted: float
     largest_score_shifted: float
@@ -43,25 +35,25 @@ class HeadDiagnosis:
 
     @property
     def needs_pasa(self) -> bool:
-        """Overflow, or an error of dQ that is at least twice what it could be."""
+        """Whether q k overflows, or dQ has at least twice the error of centred keys."""
         return self.overflows or not self.amplification < 2  # NaN is no small error
 
 
 def diagnose(
     q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, layer: int | str = 0
 ) -> list[HeadDiagnosis]:
-    """One entry per key head. Scores are taken for all pairs, whatever a mask would hide.
+    """Return an entry per key head. Scores are computed for all pairs, masked or not.
 
     Shifted figures are those of mode delegate, one shift per head on the grid of k's dtype.
     """
     q, k = fold_heads(q_BHSD, k_BGTD.shape[1]).float(), k_BGTD.float()
     shifted = shift_keys(k_BGTD, rule=SnapRule.RATIO).keys_BGTD.float()
     scale = 1 / sqrt(k.shape[-1])
-    found = []
+    heads = []
     for head in range(k.shape[1]):
         before = _scores(q[:, head], k[:, head])
         after = _scores(q[:, head], shifted[:, head])
-        found.append(
+        heads.append(
             HeadDiagnosis(
                 layer,
                 head,
@@ -77,11 +69,11 @@ def diagnose(
                 _amplification(shifted[:, head]),
             )
         )
-    return found
+    return heads
 
 
 def channel_means(k_BGTD: torch.Tensor) -> torch.Tensor:
-    """[G, D]: what a shift takes off each channel, for a picture."""
+    """Return the mean of each channel, [G, D], which a shift subtracts, for a picture."""
     return k_BGTD.float().mean((0, 2))
 
 
@@ -98,7 +90,7 @@ def _bias(k_BTD: torch.Tensor) -> float:
 
 
 def _amplification(k_BTD: torch.Tensor) -> float:
-    """Return |k| / |k - mean|: independent errors of dS are multiplied by one or by the other."""
+    """Return |k| / |k - mean|, the ratio of dQ's errors if errors of dS are independent."""
     return sqrt(1 + _bias(k_BTD) ** 2)
 
 

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the shapes of attention: names of what comes out, and query heads that share a key head seen
-as further rows of one matrix.
+"""Owns the shapes of attention, and query heads as further rows of their shared key head's matrix.
 
 B batch, H query heads, G key heads, R = H / G, S queries, T keys, D channels of q and k, E of v,
 J blocks of keys.
@@ -13,11 +12,10 @@ import torch
 
 
 class AttentionOutput(NamedTuple):
-    """output_BHSE in the dtype of q; lse_BHS, the log of the sum of exponentials of all scaled
-    scores, fp32 or better, -inf where nothing is attended."""
+    """Output and log-sum-exp of an attention."""
 
-    output_BHSE: torch.Tensor
-    lse_BHS: torch.Tensor
+    output_BHSE: torch.Tensor  # in the dtype of q
+    lse_BHS: torch.Tensor  # of all scaled scores, fp32 or better; -inf if nothing is attended
 
 
 class AttentionGradients(NamedTuple):
@@ -29,7 +27,7 @@ class AttentionGradients(NamedTuple):
 
 
 def check_shapes(q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTE: torch.Tensor) -> None:
-    """Raise ValueError where q, k and v do not fit together."""
+    """Raise ValueError if q, k and v do not fit together."""
     shapes = [tuple(x.shape) for x in (q_BHSD, k_BGTD, v_BGTE)]
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"q, k, v must be [batch, heads, length, channels], not {shapes}")
@@ -41,7 +39,7 @@ def check_shapes(q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTE: torch.Tenso
 
 
 def fold_heads(x_BHS: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """[B, H, S, ...] -> [B, G, R S, ...]: the query heads of one key head, one below the other."""
+    """[B, H, S, ...] -> [B, G, R S, ...]: the query heads of a key head, one below the other."""
     return x_BHS.reshape(x_BHS.shape[0], num_groups, -1, *x_BHS.shape[3:])
 
 

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`asynchzp inspect FILE` answers whether a model needs PASA: a table
-of its layers and heads, and a heat map. Owns the command line; measures nothing itself.
+"""`asynchzp inspect FILE` answers whether a model needs PASA, by a table and a heat map.
+
+Owns the command line; measures nothing itself.
 """
 
 import json
@@ -53,22 +54,21 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"asynchzp inspect: {options.file}: {error}", file=sys.stderr)
         return 2
-    found = [one for layer, qk in layers.items() for one in diagnose(qk["q"], qk["k"], layer)]
-    print(table(found))
+    heads = [head for layer, qk in layers.items() for head in diagnose(qk["q"], qk["k"], layer)]
+    print(table(heads))
     if options.json:
-        options.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in found))
+        options.json.write_text("".join(json.dumps(asdict(head)) + "\n" for head in heads))
     if options.picture:
         draw({layer: qk["k"] for layer, qk in layers.items()}, options.picture)
-    print(verdict(found))
-    return int(any(one.needs_pasa for one in found))
+    print(verdict(heads))
+    return int(any(head.needs_pasa for head in heads))
 
 
 type Layers = dict[int | str, dict[str, torch.Tensor]]
 
 
 def load(path: Path) -> Layers:
-    """The captured tensors, layers that are numbered in order of their numbers. Raises OSError, or
-    ValueError for a file that holds something else."""
+    """Load the captured tensors, numbered layers in order. Raises OSError, or ValueError."""
     import torch
 
     try:
@@ -102,30 +102,30 @@ def _layer_order(layer: int | str) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
-def table(found: "list[HeadDiagnosis]") -> str:
-    width = max(5, *(len(str(one.layer)) for one in found))
+def table(heads: "list[HeadDiagnosis]") -> str:
+    width = max(5, *(len(str(head.layer)) for head in heads))
     lines = [
         f"{'layer':>{width}} head |   bias  resonance  max |qk|  scaled  fp16   dQ error |"
         " with PASA: bias  max |qk|  fp16   dQ error"
     ]
-    for one in found:
+    for head in heads:
         lines.append(
-            f"{one.layer!s:>{width}} {one.head:4d} | "
-            f"{one.sequence_bias:6.2f}  {one.resonance:9.2f}  "
-            f"{one.largest_score:8.4g}  {one.largest_scaled:6.4g}  {_fits(one.overflows)}  "
-            f"x{one.amplification:8.2f} | {one.sequence_bias_shifted:15.2f}  "
-            f"{one.largest_score_shifted:8.4g}  {_fits(one.overflows_shifted)}  "
-            f"x{one.amplification_shifted:8.2f}"
+            f"{head.layer!s:>{width}} {head.head:4d} | "
+            f"{head.sequence_bias:6.2f}  {head.resonance:9.2f}  "
+            f"{head.largest_score:8.4g}  {head.largest_scaled:6.4g}  {_fits(head.overflows)}  "
+            f"x{head.amplification:8.2f} | {head.sequence_bias_shifted:15.2f}  "
+            f"{head.largest_score_shifted:8.4g}  {_fits(head.overflows_shifted)}  "
+            f"x{head.amplification_shifted:8.2f}"
         )
     return "\n".join(lines)
 
 
-def verdict(found: "list[HeadDiagnosis]") -> str:
-    needing = sum(one.needs_pasa for one in found)
-    worst = max(found, key=lambda one: one.amplification)
-    overflowing = sum(one.overflows for one in found)
+def verdict(heads: "list[HeadDiagnosis]") -> str:
+    needing = sum(head.needs_pasa for head in heads)
+    worst = max(heads, key=lambda head: head.amplification)
+    overflowing = sum(head.overflows for head in heads)
     return (
-        f"{needing} of {len(found)} heads need it: fp16 scores overflow in {overflowing}, and the "
+        f"{needing} of {len(heads)} heads need it: fp16 scores overflow in {overflowing}, and the "
         f"rounding error of dQ is at worst x{worst.amplification:.1f} what centred keys have "
         f"(layer {worst.layer}, head {worst.head}). An attention with fp32 scores does not "
         "overflow; the error of dQ it has as well."
@@ -137,7 +137,7 @@ def _fits(overflows: bool) -> str:
 
 
 def draw(keys: "Mapping[int | str, torch.Tensor]", path: Path) -> None:
-    """One row per layer: the mean of every channel of every key head."""
+    """Draw one row per layer: the mean of every channel of every key head."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is taken off the keys before they meet a query: one vector per block or per sequence of
-keys, on the grid of the keys' own dtype.
+"""Owns the shift of the keys: a vector per block or sequence, on the grid of the keys' dtype.
 
 Softmax does not see it: q (k - c) differs from q k by one number per query as long as c is the
 same for all keys, and where c differs between blocks the difference is added to the scores.
@@ -20,29 +19,23 @@ SNAP_RATIO = 0.25
 
 
 class SnapRule(Enum):
-    """Rule for the channels of a block that are shifted, by their mean on the grid of its largest
-    key. k - c is rounded to the dtype of k: on that grid it is exact for keys near c, and keys near
-    zero may need more bits than there are.
+    """Which channels of a block are shifted, by their mean on the grid of the block's largest key.
 
-    RATIO: those whose mean is at least SNAP_RATIO of the largest key.
-    LOSSLESS: those where k - c is exact for every key of the block.
+    k - c is rounded to the dtype of k: on that grid it is exact for keys near c, and keys near zero
+    may need more bits than the dtype has.
     """
 
-    RATIO = "ratio"
-    LOSSLESS = "lossless"
+    RATIO = "ratio"  # channels whose mean is at least SNAP_RATIO of the largest key
+    LOSSLESS = "lossless"  # channels in which k - c is exact for every key of the block
 
 
 class ShiftedKeys(NamedTuple):
-    """keys_BGTD: k - c, in the dtype of k.
-    shift_BGJD: c of each block, fp32 (fp64 for fp64); J = 1 for one global shift.
-    mean_BG1D: of all keys, not rounded to any grid.
-    block_size: keys that share a shift.
-    """
+    """Keys minus the shift c of their block."""
 
-    keys_BGTD: torch.Tensor
-    shift_BGJD: torch.Tensor
-    mean_BG1D: torch.Tensor
-    block_size: int
+    keys_BGTD: torch.Tensor  # k - c, in the dtype of k
+    shift_BGJD: torch.Tensor  # c of each block, fp32 (fp64 for fp64); J = 1 for a global shift
+    mean_BG1D: torch.Tensor  # of all keys, not rounded to any grid
+    block_size: int  # keys that share a shift
 
     @property
     def is_global(self) -> bool:
@@ -50,17 +43,22 @@ class ShiftedKeys(NamedTuple):
 
     @property
     def frame_BG1D(self) -> torch.Tensor:
-        """c_r of the scores, the mean of the shifts. Any constant is exact; rounding errors grow
-        with the distance of c_J from it. With one global shift it is that shift."""
+        """c_r of the scores, the mean of the shifts.
+
+        Any constant is exact; rounding errors grow with the distance of c_J from it.
+        """
         return self.shift_BGJD.mean(2, keepdim=True)
 
     def score_shift_BGJD(self) -> torch.Tensor:
-        """c_J - c_r: what a query must be multiplied with to undo the shifts of the blocks."""
+        """Return c_J - c_r: its product with a query undoes the shifts of the blocks."""
         return self.shift_BGJD - self.frame_BG1D
 
     def gradient_shift_BGJD(self) -> torch.Tensor:
-        """c_J - mean: what multiplies the row sums of dS in dQ. The mean of all keys, and not
-        c_r, so that dQ is that of centred keys also in channels that were not shifted."""
+        """Return c_J - mean, the factor of dS's row sums in dQ.
+
+        With the mean of all keys instead of c_r, dQ is that of centred keys also in channels that
+        were not shifted.
+        """
         return self.shift_BGJD - self.mean_BG1D
 
 
@@ -71,11 +69,17 @@ def shift_keys(
     rule: SnapRule = SnapRule.LOSSLESS,
     used_BT: torch.Tensor | None = None,
 ) -> ShiftedKeys:
-    """Take its mean off every block of `block_size` keys (None: off all keys at once).
+    """Subtract its mean from every block of `block_size` keys (None: from all keys at once).
 
-    used_BT: [B or 1, T] bool; other keys become zeros and do not count: what a padded slot
-    holds, inf included, affects no output. Means are taken in fp32, or fp64 for fp64 keys.
-    The shift is a constant to autograd: d output / d shift is zero.
+    Means are taken in fp32, or fp64 for fp64 keys. The shift is a constant to autograd:
+    d output / d shift is zero.
+
+    Args:
+        k_BGTD: the keys.
+        block_size: keys that share a shift.
+        rule: which channels are shifted.
+        used_BT: [B or 1, T] bool; other keys become zeros and do not count, so that a padded slot,
+            inf included, affects no output.
     """
     num_keys = k_BGTD.shape[2]
     block_size = min(block_size or num_keys, num_keys)
@@ -92,16 +96,16 @@ def shift_keys(
 
 
 class ShiftedValues(NamedTuple):
-    """values_BGTE: v - c.
-    shift_BG1E: c, in the dtype of v. As the weights of a query sum to one, what is taken off all
-        values is added to the output again (not with dropout).
+    """Values minus their mean, which is added to the output again (not with dropout).
+
+    That is exact because the weights of a query sum to one.
     """
 
-    values_BGTE: torch.Tensor
-    shift_BG1E: torch.Tensor
+    values_BGTE: torch.Tensor  # v - c
+    shift_BG1E: torch.Tensor  # c, in the dtype of v
 
     def restore(self, output_BHSE: torch.Tensor, served_BS: torch.Tensor | None) -> torch.Tensor:
-        """The output for v itself. served: queries that attend anything (None: all of them)."""
+        """Return the output for v itself. served_BS: queries that attend any key (None: all)."""
         repeats = output_BHSE.shape[1] // self.shift_BG1E.shape[1]
         shift_BHSE = self.shift_BG1E.repeat_interleave(repeats, 1)
         if served_BS is None:
@@ -111,26 +115,29 @@ class ShiftedValues(NamedTuple):
 
 
 def shift_values(v_BGTE: torch.Tensor, used_BT: torch.Tensor | None = None) -> ShiftedValues:
-    """Take one mean per head off all values: the output that backward multiplies with dO, and its
-    rounding with it, then has the size of v's spread and not of its bias."""
+    """Subtract a mean per head from all values.
+
+    The output that backward multiplies with dO then has the size, and the rounding, of v's spread
+    instead of its bias.
+    """
     values, shift_BG1E, _, _ = shift_keys(v_BGTE, rule=SnapRule.RATIO, used_BT=used_BT)
     return ShiftedValues(values, shift_BG1E.to(v_BGTE.dtype))
 
 
 def zero_unused(x_BGTD: torch.Tensor, used_BT: torch.Tensor) -> torch.Tensor:
-    """`x` with zeros where `used` is False."""
+    """Return `x` with zeros where `used` is False."""
     return torch.where(used_BT[:, None, :, None], x_BGTD, torch.zeros_like(x_BGTD[:1, :1, :1, :1]))
 
 
 def _per_key(shift_BGJD: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
-    """The shift of each key, [B, G, T, D], or [B, G, 1, D] where all have the same."""
+    """Return the shift of each key, [B, G, T, D], or [B, G, 1, D] for a global shift."""
     if shift_BGJD.shape[2] == 1:
         return shift_BGJD
     return shift_BGJD.repeat_interleave(block_size, 2)[:, :, :num_keys]
 
 
 def _blocks(x_BGTD: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[B, G, J, n, D]; what the last block lacks are copies of its last key."""
+    """Return [B, G, J, n, D]; copies of the last key fill the last block."""
     missing = -x_BGTD.shape[2] % block_size
     if not missing:
         return x_BGTD.unflatten(2, (-1, block_size))

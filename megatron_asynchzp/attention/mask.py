@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which keys a query may attend. Every structured mask is one range of keys per query, which
-is all that a kernel needs.
+"""Owns which keys a query may attend.
+
+Every structured mask is a range of keys per query, and kernels need only that.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ class KeyRanges(NamedTuple):
     stop_S: torch.Tensor
 
     def transposed(self, num_keys: int) -> "KeyRanges":
-        """Per key the range of queries that covers all who attend it: int32, [T]."""
+        """Return per key the range that covers all queries that attend it: int32, [T]."""
         keys = torch.arange(num_keys, dtype=torch.int32, device=self.start_S.device)
         first = torch.searchsorted(self.stop_S, keys, right=True, out_int32=True)
         last = torch.searchsorted(self.start_S, keys, right=True, out_int32=True)
@@ -29,15 +30,12 @@ class KeyRanges(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences that lie one after another along the queries and along the keys.
+    """Sequences that lie one after another along the queries and along the keys."""
 
-    cu_seqlens_q, cu_seqlens_k: [N + 1], where sequence n begins (its last entry: the end).
-    lengths_q, lengths_k: [N], real tokens of each; None: as many as there is room for. What lies
-    between the last real token and the next sequence is padding, which attends nothing.
-    """
-
-    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q: torch.Tensor  # [N + 1], where sequence n begins; the last entry is the end
     cu_seqlens_k: torch.Tensor
+    # [N], real tokens of each; None if there is no padding, which lies between the last real token
+    # and the next sequence and attends nothing
     lengths_q: torch.Tensor | None = None
     lengths_k: torch.Tensor | None = None
 
@@ -60,26 +58,24 @@ def _starts_and_lengths(cu_seqlens, lengths) -> tuple[torch.Tensor, torch.Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Mask: which of `num_keys` keys each of `num_queries` queries attends.
-
-    is_causal: query i of a sequence with S queries and T keys attends keys up to i + T - S (the
-        last query sees the last key).
-    window: how many keys to the left and right of that diagonal; -1 is no limit.
-    packed: sequences that must not see each other; batch size 1.
-    chunks: (queries, keys) of chunks of consecutive queries: each has its diagonal end at that many
-        keys and sees no further, as if it were alone with them. Keys may not become fewer from one
-        chunk to the next. (Ranks of context parallelism hold an early and a late chunk.)
-    allowed: [B or 1, 1, S, T] bool, any further rule (only where no range is asked for).
+    """Which of `num_keys` keys each of `num_queries` queries attends.
 
     A query that may attend nothing gives zeros, and an LSE of -inf.
     """
 
     num_queries: int
     num_keys: int
+    # query i of a sequence with S queries and T keys attends keys up to i + T - S, so that the last
+    # query sees the last key
     is_causal: bool = False
+    # number of keys to the left and right of that diagonal; -1 is no limit
     window: tuple[int, int] | None = None
-    packed: PackedSequences | None = None
+    packed: PackedSequences | None = None  # sequences that must not see each other; batch size 1
+    # (queries, keys) of chunks of consecutive queries: the diagonal of each ends at that many keys,
+    # and it sees no further. Keys may not become fewer from one chunk to the next. (Ranks of
+    # context parallelism hold an early and a late chunk.)
     chunks: tuple[tuple[int, int], ...] = ()
+    # [B or 1, 1, S, T] bool, any further rule; there are no key ranges then
     allowed: torch.Tensor | None = None
 
     def __post_init__(self):
@@ -104,7 +100,7 @@ class AttentionMask:
 
     @property
     def has_unused_keys(self) -> bool:
-        """Whether some keys may be attended by no query: their memory may hold anything."""
+        """Whether no query may attend some keys, whose memory may hold anything then."""
         return self.allowed is not None or (self.packed is not None and self.packed.has_padding)
 
     @property
@@ -115,8 +111,10 @@ class AttentionMask:
 
     @property
     def may_leave_queries_out(self) -> bool:
-        """Whether some queries may attend nothing at all. True for all packed sequences, whose
-        lengths may lie on a device and are not waited for: served_queries_BS tells which."""
+        """Whether some queries may attend nothing; served_queries_BS says which.
+
+        True for all packed sequences, to avoid a wait for lengths that lie on a device.
+        """
         if self.packed is not None or self.has_unused_keys:
             return True
         right = self.left_and_right[1]
@@ -125,7 +123,7 @@ class AttentionMask:
         return any(not keys or 0 <= right < queries - keys for queries, keys in chunks)
 
     def key_ranges(self, device: torch.device | str = "cpu") -> KeyRanges:
-        """The mask as ranges. Raises ValueError where `allowed` is given, which need not be one."""
+        """Return the mask as ranges. Raises ValueError if `allowed` is given."""
         if self.allowed is not None:
             raise ValueError("an arbitrary mask is not one range of keys per query")
         rows = torch.arange(self.num_queries, device=device)
@@ -151,7 +149,7 @@ class AttentionMask:
         return KeyRanges((first + start).int(), (first + stop).int())
 
     def _chunk_diagonals(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per query the last key its diagonal meets, and how many keys its chunk sees."""
+        """Return per query the last key its diagonal meets, and how many keys its chunk sees."""
         diagonal, keys = torch.empty_like(rows), torch.empty_like(rows)
         first = 0
         for queries, seen in self.chunks or ((self.num_queries, self.num_keys),):
@@ -161,7 +159,7 @@ class AttentionMask:
         return diagonal, keys
 
     def by_chunk(self) -> list[tuple[slice, "AttentionMask"]]:
-        """The queries of each chunk, with its own mask over the first keys."""
+        """Return the queries of each chunk, with its own mask over the first keys."""
         parts, first = [], 0
         for queries, keys in self.chunks or ((self.num_queries, self.num_keys),):
             here = slice(first, first + queries)
@@ -176,7 +174,7 @@ class AttentionMask:
         return parts
 
     def allowed_BHST(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The whole mask as booleans, [B or 1, 1, S, T], True where a query attends a key."""
+        """Return the mask as booleans, [B or 1, 1, S, T], True for a key that the query attends."""
         if self.allowed is not None:
             device = self.allowed.device if device is None else device
             rest = replace(self, allowed=None)
@@ -188,14 +186,14 @@ class AttentionMask:
         return ((start <= keys) & (keys < stop))[None, None]
 
     def served_queries_BS(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Queries that attend at least one key, [B or 1, S]."""
+        """Return the queries that attend at least one key, [B or 1, S]."""
         if self.allowed is not None:
             return self.allowed_BHST(device).any(3)[:, 0]
         ranges = self.key_ranges(device or "cpu")
         return (ranges.start_S < ranges.stop_S)[None]
 
     def used_keys_BT(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Keys that at least one query attends, [B or 1, T]. Others must not reach a mean."""
+        """Return the keys that some query attends, [B or 1, T]. Others must not reach a mean."""
         if self.allowed is not None:
             return self.allowed_BHST(device).any(2)[:, 0]
         if self.packed is None or not self.packed.has_padding:

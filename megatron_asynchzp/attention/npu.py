@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how Ascend's `npu_fusion_attention` is called: layouts, masks, what its numbers mean. Must
-not know that keys were shifted. torch_npu is imported at its first use.
+"""Calls Ascend's `npu_fusion_attention`: its layouts, masks and numbers.
 
-Written from the operator's documentation (torch_npu 6.0, Atlas A2), and tested against the sources
-of torch_npu 2.11 to 2.14 and, by 2.13, on an emulated NPU; it has not been run on an NPU.
+Must not know that keys were shifted. torch_npu is imported at its first use. Written from the
+operator's documentation (torch_npu 6.0, Atlas A2), and tested against the sources of torch_npu 2.11
+to 2.14 and, by 2.13, on an emulated NPU; it has not been run on an NPU.
 """
 
 import importlib
@@ -69,7 +69,7 @@ class NpuFusion:
 
 
 def fusion_options(call: AttentionCall) -> dict:
-    """The keyword arguments with the meaning of `call`; True in atten_mask hides a key."""
+    """Return the keyword arguments for `call`; True in atten_mask hides a key."""
     mask = call.mask
     options = {
         "scale": call.scale,

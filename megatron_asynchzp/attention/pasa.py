@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the one entry to PASA: which mode, and block mode's place in autograd. The fused kernels,
-and triton with them, are loaded where a GPU (or triton's interpreter) can run them; elsewhere block
-mode is the reference.
+"""Owns the one entry to PASA: which mode, and block mode's place in autograd.
+
+The fused kernels, and triton with them, are loaded if a GPU (or triton's interpreter) can run them;
+otherwise block mode is the reference.
 """
 
 import os
@@ -21,11 +22,17 @@ MODES = ("delegate", "block")
 def pasa_attention(
     call: AttentionCall, mode: str = "delegate", vendor: str = "auto", *, shifts_values=False
 ) -> torch.Tensor:
-    """The output [B, H, S, E], differentiable in q, k and v.
+    """Compute the output [B, H, S, E], differentiable in q, k and v.
 
-    mode delegate: one shift per head, computed by `vendor` (see delegate_attention). block: one
-    shift per 128 keys, by our own kernels. shifts_values: as in delegate_attention.
-    Raises ConfigurationError, one line, for what a mode cannot do.
+    Args:
+        call: the input.
+        mode: "delegate": one shift per head, computed by `vendor` (see delegate_attention).
+            "block": one shift per 128 keys, by our own kernels.
+        vendor: for mode delegate.
+        shifts_values: as in delegate_attention.
+
+    Raises:
+        ConfigurationError: the mode cannot do it.
     """
     if mode == "delegate":
         return delegate_attention(call, vendor, shifts_values=shifts_values)
@@ -37,10 +44,14 @@ def pasa_attention(
 
 
 def block_attention(call: AttentionCall, *, is_fused: bool | None = None) -> AttentionOutput:
-    """Block mode: the output, differentiable, and the true LSE, which is not.
+    """Compute the differentiable output and the true LSE, which is not differentiable.
 
-    is_fused: by the kernels or by the reference; None: by the kernels where they can run.
-    Raises ConfigurationError for dropout, which it does not have.
+    Args:
+        call: the input, without dropout.
+        is_fused: use the kernels or the reference; None: the kernels if they can run.
+
+    Raises:
+        ConfigurationError: the call has dropout.
     """
     if call.dropout:
         raise ConfigurationError("block mode has no attention dropout; use mode delegate")
@@ -51,7 +62,7 @@ def block_attention(call: AttentionCall, *, is_fused: bool | None = None) -> Att
 
 
 def _can_fuse(call: AttentionCall) -> bool:
-    """Whether the kernels compute it. On a GPU the reference is no answer: it would need hours."""
+    """Return whether the kernels compute it. On a GPU the reference would need hours."""
     has_kernel = call.q_BHSD.dtype != torch.float64 and call.mask.allowed is None
     if call.device.type != "cuda":
         return has_kernel and os.environ.get("TRITON_INTERPRET") == "1"

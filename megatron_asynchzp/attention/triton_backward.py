@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
 # (The type checker cannot count the arguments that a launch unpacks from strides.)
-"""Owns the fused backward of block mode: one kernel that walks queries for dK and dV, one that
-walks keys for dQ, so that every sum has one order and none is atomic. Loads triton: import it only
-where a kernel is launched.
+"""The fused backward of block mode. Loads triton: import it only to launch a kernel.
+
+One kernel walks queries for dK and dV, one walks keys for dQ, so that every sum has one order and
+none is atomic.
 """
 
 from typing import NamedTuple
@@ -109,9 +110,11 @@ def backward_kv_kernel(
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one tile of keys: over the query heads that share them, and their queries. Of
-    several programs for a tile (see head_splits) each takes its part of these heads and writes its
-    part of the sum."""
+    """Compute dK and dV of a tile of keys, over the query heads that share them.
+
+    If a tile has several programs (see head_splits), each takes its part of these heads and writes
+    its part of the sum.
+    """
     batch, group = tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
     repeats = num_heads // num_groups // tl.num_programs(2)
     first_head = (group * tl.num_programs(2) + tl.program_id(2)) * repeats
@@ -229,8 +232,11 @@ def backward_q_kernel(
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ of one tile of queries of one head: with r_J (c_J - mean(K)) of each block J of keys; with
-    one global shift r is summed, and multiplied at the end."""
+    """Compute dQ of a tile of queries of a head.
+
+    Adds r_J (c_J - mean(K)) of each block J of keys; a global shift multiplies the sum of r at the
+    end.
+    """
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
     flat_head = tl.program_id(1).to(tl.int64)
@@ -292,7 +298,7 @@ def backward_q_kernel(
 
 
 class _Device(NamedTuple):
-    """capability: compute capability; num_processors: programs that it surely runs at once."""
+    """The device's compute capability, and how many programs it surely runs at once."""
 
     capability: tuple[int, int]
     num_processors: int
@@ -306,8 +312,10 @@ class _Device(NamedTuple):
 
 
 def head_splits(num_programs: int, num_heads: int, num_processors: int) -> int:
-    """Into how many programs the query heads that share keys are divided: the fewest that give
-    every processor of the device a program, of those that divide `num_heads`."""
+    """Return how many programs share the query heads of a key head.
+
+    It is the smallest divisor of `num_heads` that gives every processor of the device a program.
+    """
     divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
     enough = (n for n in divisors if n * num_programs >= num_processors)
     return next(enough, num_heads)
@@ -321,7 +329,7 @@ def fused_backward(
     lse_BHS: torch.Tensor,
     ranges: KeyRanges,
 ) -> AttentionGradients:
-    """Gradients of q, k and v for what fused_forward returned: output_BHSE and lse_BHS."""
+    """Compute the gradients of q, k and v from output_BHSE and lse_BHS of fused_forward."""
     q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
     (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape
     if d_output_BHSE.stride(-1) != 1:

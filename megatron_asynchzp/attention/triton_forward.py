@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
 # (The type checker cannot count the arguments that a launch unpacks from strides.)
-"""Owns the fused forward of block mode, the arithmetic of reference/block.py in one pass over the
-keys. Loads triton: import it only where a kernel is launched.
+"""The fused forward of block mode. Loads triton: import it only to launch a kernel.
+
+Has the arithmetic of reference/block.py in one pass over the keys.
 """
 
 import torch
@@ -67,9 +68,11 @@ def forward_kernel(
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of queries of one head: an online softmax over its keys. lse is in base 2 and in the
-    frame of the shifted keys, +inf where nothing is attended: exp2(score - lse) is then zero in
-    backward."""
+    """Compute a tile of queries of a head by an online softmax over its keys.
+
+    lse is in base 2 and in the frame of the shifted keys. It is +inf for a query that attends
+    nothing, so that exp2(score - lse) is zero in backward.
+    """
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
     first_row = first_query(BLOCK_M)
@@ -118,8 +121,10 @@ def forward_kernel(
 
 
 def shift_parts(shifted: ShiftedKeys) -> torch.Tensor:
-    """score_shift_BGJD as sums of SHIFT_PARTS numbers of the dtype of the keys, [B, G, J, P, D]:
-    what a matrix unit takes. No part overflows where the sum does not fit."""
+    """Split score_shift_BGJD into SHIFT_PARTS summands, [B, G, J, P, D], for a matrix unit.
+
+    Each has the dtype of the keys. No part overflows where the sum does not fit.
+    """
     dtype = shifted.keys_BGTD.dtype
     largest = torch.finfo(dtype).max
     rest_BGJD, parts = shifted.score_shift_BGJD(), []
@@ -132,10 +137,12 @@ def shift_parts(shifted: ShiftedKeys) -> torch.Tensor:
 def fused_forward(
     call: AttentionCall, shifted: ShiftedKeys, ranges: KeyRanges
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, H, S, E], and base-2 LSE of the shifted scores [B, H, S].
+    """Compute the output [B, H, S, E] and the base-2 LSE of the shifted scores [B, H, S].
 
-    shifted: blocks of SHIFT_BLOCK keys, or one global shift. Channels of q, k and v must lie
-        together.
+    Args:
+        call: channels of q, k and v must be contiguous.
+        shifted: blocks of SHIFT_BLOCK keys, or a global shift.
+        ranges: the mask.
     """
     q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
     (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape

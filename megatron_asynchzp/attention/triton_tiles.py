@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the fused kernels share: which tiles a range of keys or queries spans, and how large
-tiles are. Loads triton: import it only where a kernel is launched.
+"""Tiles of the fused kernels. Loads triton: import it only to launch a kernel.
 
-    queries of one tile, sorted; x attended, . not            keys ->
-      start, stop of the first     . . x x x x x x . . . . . .
-      start, stop of the last      . . . . . x x x x x x x . .
-                                  first  |inner|          last
-    Between `first` and `last` some query attends; within `inner` all of them do.
+queries of one tile, sorted; x attended, . not            keys ->
+start, stop of the first     . . x x x x x x . . . . . .
+start, stop of the last      . . . . . x x x x x x x . .
+first  |inner|          last
+Between `first` and `last` some query attends; within `inner` all of them do.
 """
 
 from typing import NamedTuple
@@ -63,12 +62,12 @@ WIDE = TileConfig(32, 32, 4, 1)
 
 
 def backward_kv_table(capability: tuple[int, int]) -> dict[int, TileConfig]:
-    """Tiles of dK and dV on a GPU of this compute capability."""
+    """Return the tiles of dK and dV on a GPU of this compute capability."""
     return BACKWARD_KV if capability[0] == 9 else BACKWARD_KV_ELSEWHERE
 
 
 def tile_config(table: dict[int, TileConfig], dim: int, dtype: torch.dtype) -> TileConfig:
-    """The entry of `table` for `dim` channels, padded to a power of two."""
+    """Return the entry of `table` for `dim` channels, padded to a power of two."""
     padded = padded_dim(dim)
     if dtype == torch.float32 or padded > 256:
         return WIDE
@@ -90,16 +89,21 @@ def as_options(config: TileConfig) -> dict:
 
 @triton.jit
 def first_query(BLOCK_M: tl.constexpr):
-    """Return the first query of this program's tile. Programs start by index, and a causal tile is
-    the longer the later it is: longest first, so that the last programs to start are short ones."""
+    """Return the first query of this program's tile.
+
+    Programs start by index, and a later causal tile is longer: the longest tiles go first, so that
+    the last programs to start are short.
+    """
     return (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
 
 
 @triton.jit
 def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.constexpr):
-    """first, inner begin, inner end, last (keys, multiples of BLOCK_N but for the last), and the
-    ranges of the rows. All rows attend all inner keys, which need no mask. Rows past the end attend
-    nothing and narrow nothing."""
+    """Return first, inner begin, inner end and last of the tile, and the ranges of its rows.
+
+    They are keys, multiples of BLOCK_N except for the last. All rows attend all inner keys, which
+    need no mask. Rows past the end attend nothing and narrow nothing.
+    """
     is_row = rows < num_queries
     start = tl.load(start_ptr + rows, mask=is_row, other=0)
     stop = tl.load(stop_ptr + rows, mask=is_row, other=0)
@@ -115,9 +119,9 @@ def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.cons
 
 @triton.jit
 def load_rows(ptr, first, stride, limit, channels, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Rows first <= i < first + BLOCK of a matrix whose channels lie together; zeros outside of it.
+    """Load rows first <= i < first + BLOCK of a matrix with contiguous channels, zeros outside.
 
-    The address of the first row is of 64 bits, those within a tile are of 32 (see within_tiles).
+    The address of the first row has 64 bits, those within a tile have 32 (see within_tiles).
     """
     rows = tl.arange(0, BLOCK)
     is_in = (rows < limit - first)[:, None] & (channels < DIM)[None, :]
@@ -127,7 +131,7 @@ def load_rows(ptr, first, stride, limit, channels, BLOCK: tl.constexpr, DIM: tl.
 
 @triton.jit
 def store_rows(ptr, first, limit, channels, value, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """Writes `value` into a matrix of `limit` rows of DIM channels that lie together."""
+    """Store `value` into a matrix of `limit` rows of DIM contiguous channels."""
     rows = tl.arange(0, BLOCK)
     is_in = (rows < limit - first)[:, None] & (channels < DIM)[None, :]
     ptr += tl.cast(first, tl.int64) * DIM
@@ -139,7 +143,7 @@ def store_rows(ptr, first, limit, channels, value, BLOCK: tl.constexpr, DIM: tl.
 def load_parts(
     ptr, key, channels, DIM: tl.constexpr, SHIFT_BLOCK: tl.constexpr, SHIFT_PARTS: tl.constexpr
 ):
-    """[PART_ROWS, channels] of the shift of the block that holds `key`."""
+    """Load the shift, [PART_ROWS, channels], of the block that holds `key`."""
     first = key // SHIFT_BLOCK * SHIFT_PARTS
     limit = first + SHIFT_PARTS
     return load_rows(ptr, first, DIM, limit, channels, PART_ROWS, DIM)
@@ -147,6 +151,8 @@ def load_parts(
 
 @triton.jit
 def score_offsets(q, parts, scale_log2, PRECISION: tl.constexpr):
-    """psi in base 2: what each query must add to its scores to undo the shift of a block of keys.
-    The products are exact in fp32, as those of the scores are."""
+    """Return psi in base 2: each query adds it to its scores to undo the shift of a block of keys.
+
+    The products are exact in fp32, as those of the scores are.
+    """
     return tl.sum(tl.dot(q, tl.trans(parts), input_precision=PRECISION), 1) * scale_log2

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how torch's, flash-attn's and Transformer Engine's attention are called. flash-attn and
-Transformer Engine are imported at their first use.
+"""Calls torch's, flash-attn's and Transformer Engine's attention.
+
+flash-attn and Transformer Engine are imported at their first use.
 """
 
 import importlib
@@ -58,7 +59,7 @@ class Sdpa:
         return self._attend(call, allowed | is_empty, False).masked_fill(is_empty, 0)
 
     def _run_packed(self, call: AttentionCall, packed: PackedSequences) -> torch.Tensor:
-        """One sequence after another: a mask over all of them would be quadratic in their sum."""
+        """Attend sequence by sequence, since a mask over all would be quadratic in their sum."""
         (start_q, len_q), (start_k, len_k) = (
             [x.tolist() for x in pair] for pair in (packed.of_queries(), packed.of_keys())
         )
@@ -102,7 +103,7 @@ class Sdpa:
 
 
 class Cudnn(Sdpa):
-    """Sdpa by cuDNN's kernels where they can, by torch's choice elsewhere."""
+    """Sdpa by cuDNN's kernels if they can, by torch's choice otherwise."""
 
     name = "cudnn"
 

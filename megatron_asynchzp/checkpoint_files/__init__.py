@@ -1,5 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the files of checkpoints: whether one is complete and intact, which one a run loads, who may
-write.
-"""
+"""Owns checkpoint files: which are complete and intact, which to load, and who may write."""

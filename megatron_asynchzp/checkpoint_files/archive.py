@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the check of a data file: zip archives one after the other, each as torch.save writes it.
+"""Owns the check of a data file: zip archives in a row, each as torch.save writes it.
+
 torch stores a CRC-32 of every record in them and ignores it when it loads.
 
     archive:  header data.pkl  header .format_version ... header data/0  directory  end
-                     |________________________________________|               |
-                each covered by a CRC-32 that lies in the directory, covered by the seal
+                    |________________________________________|               |
+               each covered by a CRC-32 that lies in the directory, covered by the seal
 """
 
 import hashlib
@@ -31,7 +32,7 @@ _CHUNK_NBYTES = 4 << 20
 
 
 class Record(NamedTuple):
-    """One record: its name, CRC-32 and bytes, and where its header lies in the archive."""
+    """A record's name, CRC-32, bytes, and the place of its header in the archive."""
 
     name: bytes
     crc: int
@@ -52,7 +53,7 @@ class Archive(NamedTuple):
     directory: bytes
 
     def records(self) -> list[Record]:
-        """The records by the directory. Raises Damage."""
+        """Parse the directory into records. Raises Damage."""
         count = _END.unpack(self.directory[-_END.size :])[7]
         records = list(_parse_entries(self.directory[: -_END.size]))
         if len(records) != count:
@@ -61,8 +62,12 @@ class Archive(NamedTuple):
 
 
 def read_archives(file: BinaryIO) -> list[Archive]:
-    """The archives of a file in their order; reads nothing but their directories, from the last
-    back to the first. Raises Damage where a file is anything else, and OSError."""
+    """List the archives of a file in order, from their directories alone.
+
+    Raises:
+        Damage: the file is anything but archives.
+        OSError: the file cannot be read.
+    """
     archives, end = [], os.fstat(file.fileno()).st_size
     while end:
         archives.append(_read_archive(file.fileno(), end))
@@ -73,7 +78,7 @@ def read_archives(file: BinaryIO) -> list[Archive]:
 
 
 def _read_archive(file: int, end: int) -> Archive:
-    """The archive that ends at byte `end` of the file."""
+    """Read the archive that ends at byte `end` of the file."""
     num_read = min(end, _TAIL_NBYTES)
     tail = os.pread(file, num_read, end - num_read)
     if len(tail) < _END.size:
@@ -115,7 +120,7 @@ def _parse_entries(directory: bytes) -> Iterator[Record]:
 
 
 def _long_numbers(extra: bytes) -> Iterator[int]:
-    """Numbers that need 64 bits: those of the field with id 1."""
+    """Yield the 64-bit numbers, which are in the field with id 1."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<HH", extra)
         if kind == 1:
@@ -127,7 +132,7 @@ def _long_numbers(extra: bytes) -> Iterator[int]:
 def check_records(
     file: BinaryIO, archives: Sequence[Archive], is_read: Callable[[Record], bool]
 ) -> None:
-    """Read all records that `is_read` wants, in pieces. Raises Damage, or OSError."""
+    """Read all records that `is_read` selects, in pieces. Raises Damage, or OSError."""
     buffer = memoryview(bytearray(_CHUNK_NBYTES))
     for archive in archives:
         for record in archive.records():
@@ -157,8 +162,7 @@ def _check_record(file: BinaryIO, archive: Archive, record: Record, buffer: memo
 
 
 def seal_of(archives: Sequence[Archive]) -> str:
-    """One checksum for a file, of the directories in it. Through the CRC-32s in them it stands for
-    the data, which need not be read to make it."""
+    """Hash the directories of a file, which cover its data by their CRC-32s."""
     digest = hashlib.sha256()
     for archive in archives:
         digest.update(len(archive.directory).to_bytes(8, "little"))

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which checkpoint of a directory a run starts from: the newest that is complete and intact.
+"""Owns which checkpoint of a directory a run loads: the newest that is complete and intact.
+
 Megatron's tracker file is a hint.
 """
 
@@ -29,10 +30,10 @@ _REMEDY = "remove these directories to start from scratch, or give another --loa
 
 
 class Choice(NamedTuple):
-    """The checkpoint to load. lines: for the user, what was skipped and why."""
+    """The checkpoint to load."""
 
     folder: Path
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # for the user: each skipped checkpoint and why
 
     @property
     def is_release(self) -> bool:
@@ -45,16 +46,15 @@ class Choice(NamedTuple):
 
     @property
     def saved_at(self) -> float:
-        """Time at which it became complete, in seconds since 1970; 0 where that is not recorded."""
+        """Time at which it became complete, in seconds since 1970; 0 if not recorded."""
         return _saved_at(self.folder)
 
 
 class _Listing(NamedTuple):
-    """Contents of a directory. candidates: best first; unfinished: left of interrupted saves, the
-    highest iteration first."""
+    """Contents of a directory."""
 
-    candidates: list[str]
-    unfinished: list[str]
+    candidates: list[str]  # best first
+    unfinished: list[str]  # left by interrupted saves, the highest iteration first
     has_tracker: bool
 
 
@@ -63,7 +63,7 @@ def _number(name: str) -> int:
 
 
 def read_tracker(load_dir: Path) -> str | None:
-    """The name of the directory that the tracker points to; None where it does not."""
+    """Return the directory's name in the tracker; None if the tracker names none."""
     try:
         text = (load_dir / TRACKER).read_bytes()[:64].decode().strip()
     except (OSError, ValueError):
@@ -74,16 +74,18 @@ def read_tracker(load_dir: Path) -> str | None:
 
 
 def list_unfinished(load_dir: Path | str) -> list[str]:
-    """Names of directories in which a save never came to its end: they lack all that makes a
-    checkpoint complete, so nothing that was once there is lost. Highest iteration first."""
+    """Name the directories of saves that never ended, the highest iteration first.
+
+    They lack every mark of a complete checkpoint, so they never were one.
+    """
     return _list(Path(load_dir)).unfinished
 
 
 def _list(load_dir: Path) -> _Listing:
-    """List what is in the directory, whatever state it is in. Raises OSError.
+    """List the directory's checkpoints in any state. Raises OSError.
 
-    A directory is best if its number is highest, unless it was saved before the one that the
-    tracker points to: then a run left it behind that has gone back to an earlier step since.
+    The best has the highest number, unless it was saved before the one that the tracker names:
+    then it belongs to a run that has gone back to an earlier step since.
     """
     present = [path.name for path in load_dir.iterdir()] if load_dir.exists() else []
     names = [name for name in present if name == RELEASE or _ITERATION.fullmatch(name)]
@@ -114,7 +116,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _saved_at(folder: Path) -> float:
-    """Return when the checkpoint became complete, in seconds since 1970; 0 where not recorded."""
+    """Return when the checkpoint became complete, in seconds since 1970; 0 if not recorded."""
     try:
         if (manifest := read_manifest(folder)) is not None:
             return manifest.saved_at
@@ -132,12 +134,16 @@ def choose_checkpoint(
     peers: Peers | None = None,
     level: VerifyLevel = VerifyLevel.FULL,
 ) -> Choice | None:
-    """The newest complete and intact checkpoint; None where there has never been one.
+    """Return the newest complete and intact checkpoint; None if there has never been one.
 
-    wanted_step: only this iteration will do.
-    peers: the ranks that share the reading; a collective call then, with the same result on all.
+    Args:
+        load_dir: the directory of all checkpoints.
+        wanted_step: the only iteration that will do.
+        peers: ranks that share the reading, collectively, and get the same result.
+        level: how much of the files is read.
 
-    Raises ConfigurationError, on all.
+    Raises:
+        ConfigurationError: none is intact, on all ranks.
     """
     load_dir, peers = Path(load_dir), peers or Peers()
     try:
@@ -150,9 +156,9 @@ def choose_checkpoint(
     for name in listing.candidates:
         fault = _find_fault(load_dir / name, peers, level)
         if fault is None:
-            newer = [one for one in listing.unfinished if _number(one) > _number(name)]
+            newer = [folder for folder in listing.unfinished if _number(folder) > _number(name)]
             skipped = faults | dict.fromkeys(newer, INTERRUPTED)
-            lines = [f"{load_dir}: {one} is skipped: {why}" for one, why in skipped.items()]
+            lines = [f"{load_dir}: {folder} is skipped: {why}" for folder, why in skipped.items()]
             return Choice(load_dir / name, tuple(lines))
         faults[name] = fault
     if not faults and not listing.has_tracker:
@@ -177,8 +183,8 @@ def _choose_step(
     fault = INTERRUPTED if name in listing.unfinished else "there is no such directory"
     if name in listing.candidates and (fault := find_fault(name)) is None:
         return Choice(load_dir / name)
-    others = [other for other in listing.candidates if other not in (name, RELEASE)]
-    newest = next((other for other in others if find_fault(other) is None), None)
+    rest = [candidate for candidate in listing.candidates if candidate not in (name, RELEASE)]
+    newest = next((candidate for candidate in rest if find_fault(candidate) is None), None)
     remedy = (
         f"the newest intact one is --ckpt-step {_number(newest)}" if newest else "none is intact"
     )
@@ -194,8 +200,10 @@ def _find_fault(iteration_dir: Path, peers: Peers, level: VerifyLevel) -> str | 
 
 
 def repair_tracker(load_dir: Path | str, choice: Choice) -> str | None:
-    """Make the tracker name the chosen checkpoint, for tools that believe it. Returns a line for
-    the user where it did not; a directory that is not writable is left as it is."""
+    """Make the tracker name the chosen checkpoint, for tools that believe it.
+
+    Returns a line for the user if it did not. A directory that is not writable stays as it is.
+    """
     load_dir = Path(load_dir)
     if read_tracker(load_dir) == choice.folder.name:
         return None

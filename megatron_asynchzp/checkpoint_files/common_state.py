@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the reading of what a checkpoint keeps beside its shards: arguments, step, rerun state.
-megatron-core 0.18 writes it to a file, later versions as an object among the shards."""
+"""Owns the reading of a checkpoint's state outside its shards: arguments, step, rerun state.
+
+megatron-core 0.18 writes it to a file, later versions as an object among the shards.
+"""
 
 import io
 from pathlib import Path
@@ -19,27 +21,27 @@ COMMON = "common.pt"
 
 
 def read_common_state(iteration_dir: Path | str) -> dict[str, Any]:
-    """The common state, wherever the checkpoint keeps it.
+    """Read the common state from the file or the object that holds it.
 
-    Classes of Megatron are read where megatron.core has been imported, and no others. Raises what
-    torch.load does, and FileNotFoundError where there is no such state.
+    Classes of Megatron are read only if megatron.core has been imported. Raises what torch.load
+    does, and FileNotFoundError if there is no such state.
     """
     file = Path(iteration_dir) / COMMON
     if file.is_file():
         return torch.load(file, map_location="cpu", weights_only=True)
-    found: dict[str, Any] = {COMMON_OBJECT: io.BytesIO()}
+    state: dict[str, Any] = {COMMON_OBJECT: io.BytesIO()}
     reader = IndexReader(iteration_dir)
     if COMMON_OBJECT not in reader.read_metadata().state_dict_metadata:
         raise FileNotFoundError(f"{iteration_dir} keeps no arguments: it has no {COMMON}")
     try:
-        load(found, storage_reader=reader, planner=_OnlyKnown(), no_dist=True)
+        load(state, storage_reader=reader, planner=_OnlyKnown(), no_dist=True)
     except CheckpointException as error:  # wraps whatever happened
         raise error.failures[0][0] from None
-    return found[COMMON_OBJECT][0]  # Megatron keeps an object as a list of one
+    return state[COMMON_OBJECT][0]  # Megatron keeps an object as a list of one
 
 
 class _OnlyKnown(DefaultLoadPlanner):
-    """torch's own planner unpickles any class."""
+    """A planner that unpickles known classes alone; torch's own unpickles any."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

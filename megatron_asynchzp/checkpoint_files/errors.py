@@ -8,10 +8,10 @@ class SaveError(RuntimeError):
 
 
 class Damage(ValueError):
-    """Fault in the files of one checkpoint. The message completes `it is skipped: ...`"""
+    """Fault in the files of a checkpoint. The message completes "it is skipped: ..."."""
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The message of an error, on one line of bounded length."""
+    """Return an error's message on one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]}..."

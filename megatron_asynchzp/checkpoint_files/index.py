@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what torch's index, `.metadata`, lists: in which file each part of which tensor lies. It is
-a pickle without a checksum: where no manifest has one either, nothing in it is believed unseen.
+"""Owns torch's index, `.metadata`, which lists the file of each part of each tensor.
+
+It is a pickle without a checksum: unless a manifest has one, every entry is checked.
 """
 
 import math
@@ -45,22 +46,24 @@ _PLAIN = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes nothing but what an index consists of. It is the slow one, in Python: a damaged pickle
-    can make the one in C fill a table of 64 GB."""
+    """Makes nothing but parts of an index.
+
+    It is the slow unpickler, in Python: a damaged pickle can make C's fill a table of 64 GB.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
-        found = super().find_class(module, name) if module.startswith(_MODULES) else None
-        if not isinstance(found, type):
+        symbol = super().find_class(module, name) if module.startswith(_MODULES) else None
+        if not isinstance(symbol, type):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return found
+        return symbol
 
 
 def unpickle_index(data: bytes) -> Metadata:
-    """The index in these bytes, which may be damaged. Raises whatever damage leads to."""
+    """Unpickle an index that may be damaged. Raises whatever damage leads to."""
     return _Unpickler(BytesIO(data)).load()
 
 
@@ -79,7 +82,7 @@ def index_read_once() -> Iterator[None]:
 
 
 def is_read_once() -> bool:
-    """Whether that is so now."""
+    """Return whether index_read_once applies now."""
     return _READ.get() is not None
 
 
@@ -96,14 +99,14 @@ class IndexReader(FileSystemReader):
 
 
 def changed(index: Metadata, **fields: Any) -> Metadata:
-    """A copy with other `fields`, and with what Megatron adds to an index, which is no field."""
+    """Copy with other `fields`, and with Megatron's additions to an index, which are no fields."""
     copy = replace(index, **fields)
     vars(copy).update({name: it for name, it in vars(index).items() if name not in vars(copy)})
     return copy
 
 
 def pickle_index(index: Metadata) -> bytes:
-    """The index as every version of torch and Python reads it."""
+    """Pickle the index as every version of torch and Python reads it."""
     meta = index.storage_meta
     if meta is not None and isinstance(meta.checkpoint_id, PurePath):
         # Python 3.13 has another name for its class.
@@ -114,8 +117,10 @@ def pickle_index(index: Metadata) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """torch 2.15 adds the strides of a tensor, which earlier versions cannot read and nothing
-    needs: a shard is stored without gaps."""
+    """Leaves out a tensor's strides: torch 2.15 adds them, and earlier versions cannot read them.
+
+    No reader needs them, since a shard is stored without gaps.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not TensorProperties:
@@ -128,8 +133,11 @@ _NUM_PROPERTIES = 5
 
 
 def items_by_file(index: Metadata) -> dict[str, Items]:
-    """Return what each file of a checkpoint has to hold. Raises Damage where the index contradicts
-    itself or leaves a part of a tensor out, and for what is no index whatever that leads to."""
+    """Return what each file of a checkpoint has to hold.
+
+    Raises Damage if the index contradicts itself or lacks a part of a tensor. Bytes that are no
+    index may raise anything.
+    """
     parts = dict(_parts(index))
     files: dict[str, Items] = {}
     owners: dict[tuple[str, int], str] = {}
@@ -144,15 +152,15 @@ def items_by_file(index: Metadata) -> dict[str, Items]:
         if owners.setdefault((place.relative_path, place.offset), owner) != owner:
             raise Damage(f"{entry.fqn} lies where another tensor does")
         items = files.setdefault(place.relative_path, {})
-        where = place.offset, place.length
-        items[where] = max(items.get(where, 0), parts.pop(part))
+        span = place.offset, place.length
+        items[span] = max(items.get(span, 0), parts.pop(part))
     if parts or not files:
         raise Damage(f"a part of {next(iter(parts), ('anything',))[0]} is in no file")
     return dict(sorted(files.items()))
 
 
 def _parts(index: Metadata) -> Iterator[tuple[tuple, int]]:
-    """Name and offset of every part that a file must hold, with its bytes."""
+    """Yield the name and offset of every part that a file must hold, with its bytes."""
     for name, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             yield (name, None), 0

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the files of local checkpoints on one node, as nvidia-resiliency-ext lays them out: in a
-folder for each rank its own shard and the copies that it keeps for others, one archive each.
+"""Owns the files of local checkpoints on one node, as nvidia-resiliency-ext lays them out.
+
+A rank's folder holds its own shard and the copies that it keeps for others, one archive each.
 
     LOCAL_DIR/0/iter_0000012_0_local.pt   rank 0's shard, on the node of rank 0
     LOCAL_DIR/0/iter_0000012_2_local.pt   a copy of rank 2's, which is on another node
@@ -29,16 +30,15 @@ class LocalFile(NamedTuple):
 
 
 class NodeFolder(NamedTuple):
-    """Folder of a rank's local checkpoints. rank: its number; first: that of the first rank on its
-    node; on_node: how many ranks there are on one."""
+    """Folder of a rank's local checkpoints."""
 
     folder: Path
     rank: int
-    first: int
-    on_node: int
+    first: int  # the first rank on its node
+    on_node: int  # number of ranks on a node
 
     def files(self) -> list[LocalFile]:
-        """Return the files in the rank's own folder, which may not be there yet. Raises OSError."""
+        """List the files in the rank's own folder, which may be missing. Raises OSError."""
         return _files_in(self.folder)
 
 
@@ -48,12 +48,15 @@ def _files_in(folder: Path) -> list[LocalFile]:
 
 
 def adopt(place: NodeFolder, has_own: Sequence[bool]) -> None:
-    """Move into the rank's folder what is in folders of ranks that are on other nodes and find
-    nothing there: torchrun numbers nodes anew when one is replaced, and the library looks in one
-    folder alone.
+    """Move shards from folders of ranks on other nodes that have no files there.
 
-    A copy goes to the rank that has the same place on its node as the owner: that is the one which
-    exchanges copies with it. has_own: by rank, whether its folder has files. Raises OSError.
+    torchrun numbers nodes anew when one is replaced, and the library searches one folder alone. A
+    copy goes to the rank with the same place on its node as the owner, because these two exchange
+    copies. Raises OSError.
+
+    Args:
+        place: this rank's folder.
+        has_own: by rank, whether its folder has files.
     """
     here = range(place.first, place.first + place.on_node)
     for folder in place.folder.parent.glob("[0-9]*"):
@@ -67,8 +70,10 @@ def adopt(place: NodeFolder, has_own: Sequence[bool]) -> None:
 
 
 def remove_damaged(place: NodeFolder) -> list[str]:
-    """Remove what cannot be loaded from the rank's folder; a line for each shard, to be logged.
-    Reads every byte. Raises OSError."""
+    """Remove unloadable files from the rank's folder; return a line for each, to be logged.
+
+    Reads every byte. Raises OSError.
+    """
     for path in place.folder.glob(_UNFINISHED):
         path.unlink()
     lines = []
@@ -84,18 +89,20 @@ def remove_damaged(place: NodeFolder) -> list[str]:
 
 def keep_only(place: NodeFolder, iteration: int | None) -> None:
     """Remove all other iterations from the rank's folder. Raises OSError."""
-    for path, found, _ in place.files():
-        if found != iteration:
+    for path, saved, _ in place.files():
+        if saved != iteration:
             path.unlink()
 
 
 def lacking(
     held: list[list[tuple[int, int]]], iteration: int, looked_for_at: list[list[int]]
 ) -> list[int]:
-    """The ranks whose shard of `iteration` is at none of the ranks where it is looked for.
+    """Return the ranks whose shard of `iteration` is at none of the ranks that may have it.
 
-    held: by rank, the (iteration, owner) pairs that it has.
-    looked_for_at: by rank, the ranks that may have its shard.
+    Args:
+        held: by rank, the (iteration, owner) pairs that it has.
+        iteration: the iteration to load.
+        looked_for_at: by rank, the ranks that may have its shard.
     """
     return [
         rank

@@ -19,8 +19,8 @@ class SaveLock:
 
     A POSIX record lock: the kernel drops it with the process, also after SIGKILL, and children
     (which Megatron forks to write, and which can outlive it) do not inherit it. It holds between
-    nodes on NFS and, mounted with `flock`, on Lustre; where a file system has no locks, nothing
-    is guarded, and a line is logged.
+    nodes on NFS and, mounted with `flock`, on Lustre. A file system without locks guards nothing,
+    and a line is logged.
     """
 
     # File -> its descriptor. It is never opened twice: closing any would drop the lock.
@@ -28,10 +28,10 @@ class SaveLock:
 
     @classmethod
     def claim(cls, save_dir: Path | str) -> str | None:
-        """Own the directory, which is made where it is missing; again is the same as once.
+        """Own the directory, which is made if missing; a second call changes nothing.
 
-        Returns a line for the user where it could not be guarded. Raises ConfigurationError where
-        another process owns it, or it cannot be written to.
+        Returns a line for the user if the file system has no locks. Raises ConfigurationError if
+        another process owns the directory, or it is not writable.
         """
         try:
             Path(save_dir).mkdir(parents=True, exist_ok=True)

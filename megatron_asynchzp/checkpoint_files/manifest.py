@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the manifest, which is written last and makes a checkpoint complete: the size of every file,
-a checksum of each small one, a seal of each data file.
+"""Owns the manifest, which is written last and makes a checkpoint complete.
+
+It has the size of every file, a checksum of each small one, and a seal of each data file.
 """
 
 import hashlib
@@ -41,25 +42,25 @@ class FileRecord(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """saved_at: seconds since 1970, for saves to be ordered by: later than those of all others that
-    were there, also where the clock was set back."""
+    """The manifest of a checkpoint."""
 
+    # seconds since 1970, later than every save that was there, even if the clock was set back
     saved_at: float
     files: dict[str, FileRecord]
 
 
 class SealedFile(NamedTuple):
-    """A data file that was just written: its size, its seal, and a digest of where archives lie in
-    it, which tells one rank what another has read."""
+    """A data file that was just written."""
 
     name: str
     size: int
     seal: str
+    # digest of its archives' places, to be compared with the index that another rank reads
     places: str
 
 
 def seal_file(path: Path) -> SealedFile:
-    """A data file that was just written. Raises OSError, and Damage where it is none."""
+    """Seal a data file that was just written. Raises OSError, or Damage."""
     with open(path, "rb") as file:
         try:
             archives = read_archives(file)
@@ -72,17 +73,23 @@ def seal_file(path: Path) -> SealedFile:
 
 
 def digest_of_places(places: Iterable[tuple[int, int]]) -> str:
-    """One text for (offset, length) of all archives in a file, in any order."""
+    """Hash the (offset, length) of all archives in a file, in any order."""
     return hashlib.sha256(repr(sorted(places)).encode()).hexdigest()
 
 
 def write_manifest(iteration_dir: Path, sealed: Iterable[SealedFile]) -> None:
-    """Make the checkpoint in this directory complete: atomically, and on disk on return.
+    """Make this directory's checkpoint complete: atomically, and on disk on return.
 
-    sealed: all data files. Raises OSError, and Damage for a file that is missing.
+    Args:
+        iteration_dir: the checkpoint.
+        sealed: all data files.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        Damage: a file is missing.
     """
     small = {METADATA, CONFIG, *(path.name for path in iteration_dir.glob("*.pt"))}
-    files = {one.name: FileRecord(one.size, None, one.seal) for one in sealed}
+    files = {file.name: FileRecord(file.size, None, file.seal) for file in sealed}
     for name in small:
         path = iteration_dir / name
         files[name] = FileRecord(size_of(path), hash_file(path), None)
@@ -99,8 +106,7 @@ def write_manifest(iteration_dir: Path, sealed: Iterable[SealedFile]) -> None:
 
 
 def read_manifest(iteration_dir: Path) -> Manifest | None:
-    """The manifest, or None where there is none. Raises Damage where it cannot be believed, and
-    OSError."""
+    """Read the manifest; None if there is none. Raises OSError, or Damage if it is not intact."""
     if not (iteration_dir / MANIFEST).exists(follow_symlinks=False):
         return None
     data = read_small(iteration_dir / MANIFEST)
@@ -118,14 +124,13 @@ def read_manifest(iteration_dir: Path) -> Manifest | None:
 
 
 def _time_after_all_saves_in(folder: Path) -> float:
-    """Now, or just after the latest time of which a manifest begins with. A damaged one may say
-    anything: what is saved then is later still, and the order of saves stays what it is."""
+    """Return now, or just after the latest time in a manifest, so that saves stay in order."""
     now = time.time()
     for path in folder.glob(f"*/{MANIFEST}"):
         with suppress(OSError, ValueError), open(path, "rb") as file:
-            if (found := _SAVED_AT.search(file.read(_HEAD_NBYTES))) is not None:
-                other = float(found[1])
-                now = max(now, math.nextafter(other, math.inf))
+            if (match := _SAVED_AT.search(file.read(_HEAD_NBYTES))) is not None:
+                saved_at = float(match[1])
+                now = max(now, math.nextafter(saved_at, math.inf))
     return now
 
 

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a checkpoint of Megatron's older format `torch` is known, and a model of Hugging Face.
+"""Recognizes checkpoints of Megatron's older format `torch` and models of Hugging Face.
+
 Importing this file loads no torch.
 """
 
@@ -13,18 +14,18 @@ OTHER_FORMAT = (
 
 
 def is_of_format_torch(iteration_dir: Path) -> bool:
-    """Return whether there is a folder for a model-parallel rank: that format has nothing else."""
+    """Return whether there is a folder for a model-parallel rank, which only that format has."""
     return any(iteration_dir.glob("mp_rank_*"))
 
 
 def all_of_format_torch(load_dir: Path) -> bool:
-    """Whether there are checkpoints in a folder, and torch_dist in none of them."""
-    found = [*load_dir.glob("iter_*"), *load_dir.glob("release")]
-    return bool(found) and all(map(is_of_format_torch, found))
+    """Return whether a folder has checkpoints, none of them of torch_dist."""
+    checkpoints = [*load_dir.glob("iter_*"), *load_dir.glob("release")]
+    return bool(checkpoints) and all(map(is_of_format_torch, checkpoints))
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face, and no checkpoint of Megatron."""
+    """Return whether a folder holds a model of Hugging Face, and no checkpoint of Megatron."""
     weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     checkpoints = ("latest_checkpointed_iteration.txt", "iter_*", "release")
     return (

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the parts of a tensor in torch's index: whether they make up the tensor, and which of them a
-rank reads.
+"""Owns the parts of a tensor in torch's index: do they make up the tensor, and which to read.
 
 [Note: parts, linearly]
-torch compares the parts of a tensor in pairs wherever they meet in its largest dimension. A rank's
-part of a matrix is whole rows: where the matrix is wider than high, all parts meet there, and all
-pairs are compared. Both questions have answers that grow with the parts, times a logarithm:
+torch compares the parts of a tensor in pairs if they meet in its largest dimension. A rank's part
+of a matrix is whole rows: in a matrix that is wider than high, all parts meet there, and torch
+compares all pairs. Both questions have answers whose time is n log n in the parts:
 
     overlap   cut the parts apart along one dimension after another, wherever a border crosses none
-              of them. What ends up alone overlaps nothing, and that is all where the parts are runs
-              of elements, or a grid, or runs within a grid. Pairs are compared in what is left.
+              of them. A part that ends up alone overlaps nothing, and all do if the parts are runs
+              of elements, or a grid, or runs within a grid. Pairs are compared among the rest.
     lookup    sort the parts by their first element. Those that meet a box begin before the box
               ends, and follow the first that ends after the box begins: two bisections.
 """
@@ -48,8 +47,11 @@ _MANY = 64
 def find_fault(
     size: Sequence[int], parts: Sequence[ChunkStorageMetadata], is_all: bool = True
 ) -> str | None:
-    """Name the fault in the parts of a tensor of `size`, for the user; None where each lies within
-    it, no two overlap and, with `is_all`, together they are the whole of it."""
+    """Name the fault in the parts of a tensor of `size`, for the user; None if there is none.
+
+    Each part must lie within the tensor, no two may overlap and, with `is_all`, together they must
+    be the whole of it.
+    """
     if len(size) == 0 and (is_all or len(parts) > 1):
         return None if len(parts) == 1 else f"its one element is stored {len(parts)} times"
     if any(not len(part.offsets) == len(part.sizes) == len(size) for part in parts):
@@ -86,7 +88,7 @@ def _name(part: ChunkStorageMetadata) -> str:
 
 
 def _overlap(starts: torch.Tensor, stops: torch.Tensor) -> tuple[int, int] | None:
-    """Two boxes that overlap; None where none do. None is empty."""
+    """Find two boxes that overlap. All boxes have elements."""
     num, dims = starts.shape
     index, group = torch.arange(num), torch.zeros(num, dtype=torch.int64)
     num_groups, unchanged, dim = min(num, 1), 0, 0
@@ -108,21 +110,18 @@ def _overlap(starts: torch.Tensor, stops: torch.Tensor) -> tuple[int, int] | Non
         dim = (dim + 1) % dims
     for number in range(num_groups):
         boxes = [
-            (one, starts[one].tolist(), stops[one].tolist())
-            for one in index[group == number].tolist()
+            (first, starts[first].tolist(), stops[first].tolist())
+            for first in index[group == number].tolist()
         ]
-        for (one, start, stop), (other, other_start, other_stop) in combinations(boxes, 2):
-            meets = zip(start, stop, other_start, other_stop)
+        for (first, start, stop), (second, second_start, second_stop) in combinations(boxes, 2):
+            meets = zip(start, stop, second_start, second_stop)
             if all(a < d and c < b for a, b, c, d in meets):
-                return one, other
+                return first, second
     return None
 
 
 class PartsByPlace:
-    """The parts of one tensor, in the order of their first elements.
-
-    size: of the tensor.
-    """
+    """The parts of a tensor of `size`, in the order of their first elements."""
 
     def __init__(self, size: Sequence[int], parts: Sequence[ChunkStorageMetadata]):
         self._parts = parts
@@ -138,18 +137,18 @@ class PartsByPlace:
         self._lasts = array("q", lasts.cummax(0).values.tolist())
 
     def meeting(self, box: ChunkStorageMetadata) -> list[int]:
-        """Indices of the parts that have elements in common with `box`."""
+        """Return the indices of the parts that have elements in common with `box`."""
         starts = list(box.offsets)
         stops = [start + size for start, size in zip(box.offsets, box.sizes, strict=True)]
         first = sum(start * stride for start, stride in zip(starts, self._strides))
         last = sum((stop - 1) * stride for stop, stride in zip(stops, self._strides))
         begin, end = bisect_right(self._lasts, first - 1), bisect_right(self._firsts, last)
-        found = self._order[begin:end]
-        if len(found) > _MANY and starts:
-            is_met = self._starts[found] < torch.tensor(stops)
-            is_met &= self._stops[found] > torch.tensor(starts)
-            found = found[is_met.all(1)]
-        return [index for index in found.tolist() if self._is_met(index, starts, stops)]
+        candidates = self._order[begin:end]
+        if len(candidates) > _MANY and starts:
+            is_met = self._starts[candidates] < torch.tensor(stops)
+            is_met &= self._stops[candidates] > torch.tensor(starts)
+            candidates = candidates[is_met.all(1)]
+        return [index for index in candidates.tolist() if self._is_met(index, starts, stops)]
 
     def _is_met(self, index: int, starts: Sequence[int], stops: Sequence[int]) -> bool:
         part = self._parts[index]
@@ -164,7 +163,8 @@ def create_read_items(
 ) -> list[ReadItem]:
     """Return what is read for `boxes` of `name`, as torch's create_read_items_for_chunk_list does.
 
-    Raises ValueError where the checkpoint has not all of a box that lies within the tensor.
+    Raises:
+        ValueError: the checkpoint lacks a part of a box that lies within the tensor.
     """
     if not boxes or not stored.chunks:
         return []
@@ -175,8 +175,8 @@ def create_read_items(
             max(0, min(offset + size, limit) - offset)
             for offset, size, limit in zip(box.offsets, box.sizes, parts.limits, strict=True)
         )
-        for found in parts.meeting(box):
-            part = stored.chunks[found]
+        for number in parts.meeting(box):
+            part = stored.chunks[number]
             first = [max(pair) for pair in zip(box.offsets, part.offsets, strict=True)]
             ends = zip(box.offsets, box.sizes, part.offsets, part.sizes, strict=True)
             lengths = [min(a + b, c + d) - at for at, (a, b, c, d) in zip(first, ends)]
@@ -185,7 +185,7 @@ def create_read_items(
                 planner_helpers._create_read_item_for_tensor(
                     dest_index=MetadataIndex(name, box.offsets, index),
                     dest_offsets=[at - own for at, own in zip(first, box.offsets)],
-                    storage_index=MetadataIndex(name, part.offsets, found),
+                    storage_index=MetadataIndex(name, part.offsets, number),
                     storage_offsets=[at - own for at, own in zip(first, part.offsets)],
                     lengths=lengths,
                 )
@@ -198,10 +198,10 @@ def create_read_items(
 def check_plan(
     original: Callable[..., Any], plans: Sequence[SavePlan], index: Metadata
 ) -> list[str] | bool:
-    """Check what all ranks are about to save: torch's _validate_global_plan. Each tensor is whole,
-    and has one size and dtype on all ranks that hold a part of it. Raises ValueError.
+    """Check the plan of all ranks in place of torch's _validate_global_plan, which is `original`.
 
-    original: torch's, whose answer for a plan without a fault is returned: versions differ in it.
+    Each tensor must be whole, with one size and dtype on all ranks that hold a part of it. A plan
+    without a fault returns what `original` does, which depends on the version. Raises ValueError.
     """
     entries, faults = index.state_dict_metadata, []
     for item in chain.from_iterable(plan.items for plan in plans):
@@ -221,8 +221,7 @@ def check_plan(
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's planner of saves, in time that grows with the parts of a model and not with their
-    square."""
+    """torch's planner of saves, in n log n of a model's parts instead of their square."""
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, index = create_default_global_save_plan(self._dedup_save_plans(all_plans))
@@ -234,7 +233,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's planner of loads, likewise: it is shown the parts alone that this rank reads."""
+    """torch's planner of loads, shown only the parts that this rank reads."""
 
     def create_local_plan(self) -> LoadPlan:
         index = self.metadata
@@ -263,5 +262,5 @@ def _that_meet(stored: TensorStorageMetadata, wanted: Any) -> TensorStorageMetad
     if boxes is None or len(stored.chunks) < _MANY:
         return stored
     parts = PartsByPlace(stored.size, stored.chunks)
-    found = sorted({index for box in boxes() for index in parts.meeting(box)})
-    return replace(stored, chunks=[stored.chunks[index] for index in found])
+    indices = sorted({index for box in boxes() for index in parts.meeting(box)})
+    return replace(stored, chunks=[stored.chunks[index] for index in indices])

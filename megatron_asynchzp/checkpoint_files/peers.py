@@ -1,24 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how ranks look at a directory together: they share the work, and all of them return the same
-or raise the same.
-"""
+"""Lets ranks examine a directory together: all return the same or raise the same."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class Peers:
-    """The ranks that look at a directory together: here, this process alone."""
+    """The ranks that examine a directory together: here, this process alone."""
 
     rank, size = 0, 1
 
     def gather(self, mine: Any) -> list[Any]:
-        """Gather what each rank gives, in rank order, on all ranks."""
+        """Gather `mine` of each rank, in rank order, on all ranks."""
         return [mine]
 
     def broadcast(self, mine: Any) -> Any:
-        """Broadcast what rank 0 gives to all ranks."""
+        """Broadcast rank 0's `mine` to all ranks."""
         return mine
 
 
@@ -31,8 +29,7 @@ def on_first(peers: Peers, act: Callable[[], Any]) -> Any:
 
 
 def on_each(peers: Peers, act: Callable[[], Any]) -> list[Any]:
-    """Call `act` on every rank. Returns the results in rank order, or raises the first rank's
-    error, on all ranks."""
+    """Call `act` on every rank; all return the results by rank, or raise the first error."""
     outcomes = peers.gather(_outcome(act))
     for _, error in outcomes:
         if error is not None:

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what surrounds the writing of one checkpoint: a clean directory before, the manifest after.
+"""Owns the steps around the writing of a checkpoint: a clean directory before, a manifest after.
+
 Collective: rank 0 changes names, all ranks read.
 """
 
@@ -31,13 +32,12 @@ _LEFTOVERS += (f"{MANIFEST}*.tmp", f"{METADATA}*.tmp")
 
 
 def prepare_directory(iteration_dir: Path | str, peers: Peers | None = None) -> None:
-    """Remove what an interrupted or an older save left in the directory, if it is there.
-    Raises SaveError, on all ranks."""
+    """Remove the files of an interrupted or older save. Raises SaveError, on all ranks."""
 
     def remove() -> None:
         for pattern in _LEFTOVERS:
-            if found := list(Path(iteration_dir).glob(pattern)):
-                for path in found:
+            if paths := list(Path(iteration_dir).glob(pattern)):
+                for path in paths:
                     path.unlink(missing_ok=True)
                 sync(Path(iteration_dir))
 
@@ -52,16 +52,21 @@ def complete_directory(
     peers: Peers | None = None,
     amend: Callable[[Metadata], Metadata] = lambda index: index,
 ) -> None:
-    """Write the manifest, when all data is on disk and before anything names the checkpoint as
-    the latest. Raises SaveError, on all ranks.
+    """Write the manifest, after all data is on disk and before the tracker names the checkpoint.
 
-    amend: makes the index that is to be stored from the one that was written; rank 0 calls it.
+    Args:
+        iteration_dir: the checkpoint.
+        peers: the ranks that wrote it.
+        amend: makes the index to be stored from the written one, on rank 0.
+
+    Raises:
+        SaveError: on all ranks.
     """
     iteration_dir, peers = Path(iteration_dir), peers or Peers()
     try:
         # Each rank reads what it wrote itself: nothing has to be told to all of them.
         shares = on_each(peers, lambda: _seal_own(iteration_dir, peers.rank))
-        sealed = {one.name: one for share in shares for one in share}
+        sealed = {file.name: file for share in shares for file in share}
         on_first(peers, lambda: _complete(iteration_dir, amend, sealed))
     except (OSError, Damage) as error:
         raise save_error(iteration_dir, one_line(error)) from None

@@ -10,7 +10,7 @@ from megatron_asynchzp.checkpoint_files.errors import Damage
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file. Raises Damage where there is none, or something that opening waits on."""
+    """Return a file's bytes. Raises Damage if it is missing, or not a regular file."""
     if path.is_file():
         return path.stat().st_size
     raise Damage(f"{path.name} is {'no file' if os.path.lexists(path) else 'missing'}")
@@ -23,14 +23,16 @@ def read_small(path: Path) -> bytes:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file. Raises OSError."""
+    """Return the SHA-256 of a file. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a crash at any moment leaves the old one or the new one, whole. On disk
-    on return. Raises OSError."""
+    """Replace a file, on disk on return. Raises OSError.
+
+    A crash at any moment leaves the old file or the new one, whole.
+    """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -45,7 +47,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when what was written to a file, or the names in a folder, are on disk."""
+    """Return when a file's bytes, or a folder's names, are on disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

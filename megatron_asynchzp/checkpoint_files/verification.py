@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the verdict over one checkpoint directory. A manifest proves every file; without one, as
-stock Megatron saves, the files are compared with each other.
+"""Owns the verdict on a checkpoint directory.
+
+A manifest proves every file. Without one, as stock Megatron saves, the files are compared with each
+other.
 """
 
 import enum
@@ -41,12 +43,12 @@ _BUFFER_NBYTES = 1 << 16
 
 
 class VerifyLevel(enum.StrEnum):
-    """Level of reading data files: what holds Megatron's arguments (without a manifest, all records
-    but those of tensors' elements), the zip directories alone, or all records."""
+    """How much of the data files is read."""
 
+    # Megatron's arguments; without a manifest, all records except tensors' elements
     ARGUMENTS = "arguments"
-    STRUCTURE = "structure"
-    FULL = "full"
+    STRUCTURE = "structure"  # the zip directories alone
+    FULL = "full"  # all records
 
     def reads(self, record: Record) -> bool:
         if record.is_storage:
@@ -55,8 +57,7 @@ class VerifyLevel(enum.StrEnum):
 
 
 class DataFile(NamedTuple):
-    """A data file, and what it must be: the file with this size and seal, or one that holds these
-    items. Without them any archives will do."""
+    """A data file, with its required seal and size or its required items, if either is known."""
 
     name: str
     seal: str | None = None
@@ -65,8 +66,10 @@ class DataFile(NamedTuple):
 
 
 def check_checkpoint(iteration_dir: Path, peers: Peers, level: VerifyLevel) -> None:
-    """Judge all files of a checkpoint; each rank reads a share of the data files. Collective.
-    Raises Damage, on all ranks, with the first thing that is wrong."""
+    """Judge all files of a checkpoint; each rank reads a share of the data files.
+
+    Collective. Raises Damage with the first fault, on all ranks.
+    """
     files = on_first(peers, lambda: _data_files(iteration_dir, level))
     mine = files[peers.rank :: peers.size]
     on_each(peers, lambda: [_check_file(iteration_dir, file, level) for file in mine])
@@ -86,7 +89,7 @@ def _judging(name: str) -> Iterator[None]:
 
 
 def _data_files(iteration_dir: Path, level: VerifyLevel) -> list[DataFile]:
-    """The files to read, all of them there, after the small files were judged. Raises Damage."""
+    """Judge the small files, and list the data files, all of them present. Raises Damage."""
     with _judging(""):
         manifest = read_manifest(iteration_dir)
         if manifest is not None:
@@ -125,7 +128,7 @@ def _with_arguments(iteration_dir: Path, files: list[DataFile]) -> list[DataFile
 
 
 def _check_size(path: Path, expected: int | None) -> None:
-    """Check the size of a file that is there. Raises Damage."""
+    """Check the size of a file that exists. Raises Damage."""
     if (size := size_of(path)) != expected and expected is not None:
         raise Damage(f"{path.name} has {size} bytes, and had {expected} when it was saved")
 

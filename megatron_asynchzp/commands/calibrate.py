@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures links and computing where it runs, and writes a cluster file for the planner.
+r"""Measures links and computing on the ranks, and writes a cluster file for the planner.
 
-    torchrun --nnodes 2 --nproc-per-node 8 [...] -m megatron_asynchzp.commands.calibrate \\
+torchrun --nnodes 2 --nproc-per-node 8 [...] -m megatron_asynchzp.commands.calibrate \
         --tflops 989 --memory-gib 80 --output mine.toml
 """
 
@@ -20,7 +20,6 @@ _SIZES = (2**16, 2**20, 2**24, 2**28)  # bytes of the whole tensor
 
 
 def main(argv: list[str]) -> int:
-    """Measure, and write the file on rank 0."""
     parser = OneLineParser(
         prog="asynchzp calibrate",
         description=__doc__,
@@ -70,12 +69,12 @@ def main(argv: list[str]) -> int:
             source="megatron_asynchzp.commands.calibrate",
         )
         sizes = [size for size in _SIZES if size <= 2**20 * asked.largest_mib]
-        found = calibrate(cluster, sizes)
+        measured = calibrate(cluster, sizes)
         if dist.get_rank() == 0:
-            for line in found.doubts:
+            for line in measured.doubts:
                 print(f"megatron_asynchzp: {asked.output}: {line}", file=sys.stderr)
-            device = replace(found.device, efficiency=min(1.0, found.device.efficiency))
-            asked.output.write_text(cluster_toml(replace(found, device=device)))
+            device = replace(measured.device, efficiency=min(1.0, measured.device.efficiency))
+            asked.output.write_text(cluster_toml(replace(measured, device=device)))
             print(
                 f"{asked.output}: {nodes} nodes x {per_node} ranks; set device.efficiency to what "
                 "your layers reach, and what was not measured to your own"

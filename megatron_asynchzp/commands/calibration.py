@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how links and computing are measured: all-gathers of several sizes, and a matrix product.
+"""Measures links and computing: all-gathers within and between nodes, and a matrix product.
 
-All-gathers run within each node and between nodes. A time is the median of several repetitions, of
-the slowest rank.
+A time is the median of several repetitions, of the slowest rank.
 """
 
 import statistics
@@ -22,15 +21,13 @@ _MATRIX, _CPU_MATRIX = 8192, 512
 
 
 class _Clock:
-    """The clock of one call on every rank."""
-
     def __init__(self, device: torch.device, repetitions: int):
         self._device, self._repetitions = device, repetitions
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the median over repetitions of the slowest rank's seconds."""
         run()  # communicators and kernels are made in the first call
-        found: list[float] = []
+        times: list[float] = []
         for _ in range(self._repetitions):
             dist.barrier()
             self._finish()
@@ -39,8 +36,8 @@ class _Clock:
             self._finish()
             slowest = torch.tensor(time.perf_counter() - begin, device=self._device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found.append(float(slowest))
-        return statistics.median(found)
+            times.append(float(slowest))
+        return statistics.median(times)
 
     def _finish(self) -> None:
         if self._device.type != "cpu":

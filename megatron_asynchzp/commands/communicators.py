@@ -54,11 +54,11 @@ def engine_communicators(
     sharding: Iterable[GroupKind], sizes: ShardSizes, ranks_per_node: int
 ) -> Communicators:
     """Count rank 0's communicators for the groups within which states are sharded."""
-    found: list[bool] = []
+    crossings: list[bool] = []
     for group in sharding:
         topology = ShardTopology(group.size, 0, sizes.restricted_to(group.size))
         gathering = topology.axes_between(1, topology.sizes.optim)
         for axis in (*gathering, *topology.axes):  # reducing has its own
             ranks = [group.first[member] for member in axis.members]
-            found.append(spans_nodes(ranks, ranks_per_node))
-    return Communicators(found.count(False), found.count(True))
+            crossings.append(spans_nodes(ranks, ranks_per_node))
+    return Communicators(crossings.count(False), crossings.count(True))

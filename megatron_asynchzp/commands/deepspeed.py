@@ -107,7 +107,9 @@ def translate(
             lines.append(f"Switched off: {key}: {_LOST[key]}")
         elif not is_off:
             lines.append(f"Refused: {key}: not supported; drop it, and shard over more ranks")
-        for name in [one for one in left if f"{one}.".startswith(f"zero_optimization.{key}.")]:
+        for name in [
+            key_name for key_name in left if f"{key_name}.".startswith(f"zero_optimization.{key}.")
+        ]:
             del left[name]
     if left:
         named = ", ".join(f"{key} {json.dumps(value)}" for key, value in left.items())

@@ -47,17 +47,17 @@ def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
     ranks = asked.asynchzp_dry_run or int(os.environ.get("WORLD_SIZE", 0))
     ranks = ranks or pretended_world.fewest_ranks(arguments)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", _RANKS_PER_NODE))
-    found = stages.dry_run_of_script(script, arguments, ranks, min(per_node, ranks))
-    print(memory_tables.describe_run(found))
-    print(memory_tables.tables(found))
-    print(f"{found.parameters:,} parameters")
+    run = stages.dry_run_of_script(script, arguments, ranks, min(per_node, ranks))
+    print(memory_tables.describe_run(run))
+    print(memory_tables.tables(run))
+    print(f"{run.parameters:,} parameters")
     if asked.asynchzp_device_gb is None:
         return 0
     device_nbytes = asked.asynchzp_device_gb * memory_tables.GIB
-    print(memory_tables.verdict(found, device_nbytes), flush=True)
-    if advice := memory_tables.budgets_to_keep(found, device_nbytes):
+    print(memory_tables.verdict(run, device_nbytes), flush=True)
+    if advice := memory_tables.budgets_to_keep(run, device_nbytes):
         print(advice, flush=True)
-    fits = found.left_of(device_nbytes) >= 0
+    fits = run.left_of(device_nbytes) >= 0
     if not fits:
-        print(f"megatron_asynchzp: {memory_tables.verdict(found, device_nbytes)}", file=sys.stderr)
+        print(f"megatron_asynchzp: {memory_tables.verdict(run, device_nbytes)}", file=sys.stderr)
     return 0 if fits else EXIT_TOO_LARGE

@@ -19,7 +19,6 @@ class GroupKind(NamedTuple):
     first: tuple[int, ...]  # The ranks of rank 0's group.
 
     def link(self, ranks_per_node: int) -> str:
-        """Name the slowest link within the first group."""
         if self.size == 1:
             return "-"
         return "between nodes" if spans_nodes(self.first, ranks_per_node) else "in one node"

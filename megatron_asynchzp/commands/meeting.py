@@ -55,7 +55,7 @@ def check_meeting(known: Namespace) -> None:
         _try(host or "localhost", int(port), f"{flag} {host}")
 
 
-def _try(host: str, port: int, what: str) -> None:
+def _try(host: str, port: int, flag: str) -> None:
     """Listen as the first node will, and call the address as its ranks will."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -65,7 +65,7 @@ def _try(host: str, port: int, what: str) -> None:
         if error.errno != errno.EADDRINUSE:
             return
         raise ConfigurationError(
-            f"{what}: port {port} is in use on this machine; give another --master-port, or on one "
+            f"{flag}: port {port} is in use on this machine; give another --master-port, or on one "
             "node --standalone"
         ) from error
     listening.settimeout(_ANSWERS_WITHIN_S)
@@ -74,7 +74,7 @@ def _try(host: str, port: int, what: str) -> None:
             listening.accept()[0].close()
     except OSError as error:
         raise ConfigurationError(
-            f"{what}: the first node waits on this machine, and a call to port {port} there does "
+            f"{flag}: the first node waits on this machine, and a call to port {port} there does "
             f"not arrive here ({error.strerror or error}); give the name or an address of this "
             "machine"
         ) from error

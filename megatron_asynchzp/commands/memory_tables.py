@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a dry run is printed: groups, and memory by pipeline stage."""
+"""Prints a dry run: groups, and memory by pipeline stage."""
 
 import io
 from collections.abc import Sequence
@@ -14,46 +14,44 @@ from megatron_asynchzp.planner.memory import Memory
 GIB = 2**30
 
 
-def describe_run(found: DryRun) -> str:
-    """Describe ranks, replicas and micro-batches, in one line."""
-    args = found.args
+def describe_run(run: DryRun) -> str:
+    args = run.args
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
-        f"{args.world_size} ranks, {found.ranks_per_node} per node; "
+        f"{args.world_size} ranks, {run.ranks_per_node} per node; "
         f"{args.data_parallel_size} data-parallel replicas, {micro_batches} micro-batches of "
         f"{args.micro_batch_size} x {args.seq_length} tokens per step"
     )
 
 
-def tables(found: DryRun) -> str:
-    """Format changes, groups, states and memory by stage."""
+def tables(run: DryRun) -> str:
     parts = [
-        *(f"set by --use-asynchzp: {line}" for line in found.lines),
-        _mesh_table(found),
-        _states_table(found),
-        memory_table(found),
-        savings_table(found),
+        *(f"set by --use-asynchzp: {line}" for line in run.lines),
+        _mesh_table(run),
+        _states_table(run),
+        memory_table(run),
+        savings_table(run),
     ]
     return "\n".join(part for part in parts if part)
 
 
-def _mesh_table(found: DryRun) -> str:
+def _mesh_table(run: DryRun) -> str:
     # fmt: off
     rows = [
         (kind.name, kind.shares, str(kind.size), str(kind.count), _some(kind.first),
-         kind.link(found.ranks_per_node))
-        for kind in found.kinds
+         kind.link(run.ranks_per_node))
+        for kind in run.kinds
     ]
     # fmt: on
     columns = ("groups", "share", "ranks", "how many", "the first", "link")
     return _table("Mesh", columns, rows)
 
 
-def _states_table(found: DryRun) -> str:
+def _states_table(run: DryRun) -> str:
     columns = ("stage", "ranks", "parameters on a rank", "params", "grads")
     columns += ("main params", "moments")
     rows = []
-    for stage in found.stages:
+    for stage in run.stages:
         numbers = [_amount(stage.memory.at_rest[state]) for state in stage.formula]
         numel = f"{stage.numel['dense']:,}"
         if stage.numel["expert"]:
@@ -63,15 +61,14 @@ def _states_table(found: DryRun) -> str:
     return _table(f"States per rank, by pipeline stage (parameters: {of})", columns, rows)
 
 
-def memory_table(found: DryRun) -> str:
-    """Format peaks by pipeline stage, and their parts."""
+def memory_table(run: DryRun) -> str:
     columns = ("stage", "start", "at rest", "in flight", "activations", "logits")
     columns += ("a layer's backward", "total")
     rows = [
         (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
-        for stage in found.stages
+        for stage in run.stages
     ]
-    copies = any(stage.memory.copies_beside for stage in found.stages)
+    copies = any(stage.memory.copies_beside for stage in run.stages)
     title = (
         "Memory per rank, by pipeline stage (total: the larger of start, and at rest + in flight "
         "+ activations + the larger of logits and a layer in backward"
@@ -91,44 +88,44 @@ def memory_columns(memory: Memory) -> tuple[float, ...]:
     return (*before, active.logits, memory.working, memory.total)
 
 
-def savings_table(found: DryRun) -> str:
+def savings_table(run: DryRun) -> str:
     """Format what memory budgets save on a rank of the first stage, which communicates most."""
-    if not found.savings:
+    if not run.savings:
         return ""
     rows = [
         (_amount(params), str(gathers), _amount(grads), str(reductions))
-        for params, gathers, grads, reductions in map(astuple, found.savings)
+        for params, gathers, grads, reductions in map(astuple, run.savings)
     ]
     columns = ("--asynchzp-keep-params-gb", "gathers", "--asynchzp-keep-grads-gb", "reductions")
     return _table("What a step asks for on a rank of stage 0, by memory budgets", columns, rows)
 
 
-def verdict(found: DryRun, device_nbytes: float) -> str:
+def verdict(run: DryRun, device_nbytes: float) -> str:
     """Say in one sentence whether the fullest rank fits into a device."""
-    stage = found.fullest
-    total, there = (stage.memory.total + found.hccl_nbytes) / GIB, device_nbytes / GIB
-    where = f"a rank of stage {stage.index} needs {total:.1f} GiB{_of_hccl(found)}, a device has "
-    where += f"{there:g}"
+    stage = run.fullest
+    total, there = (stage.memory.total + run.hccl_nbytes) / GIB, device_nbytes / GIB
+    need = f"a rank of stage {stage.index} needs {total:.1f} GiB{_of_hccl(run)}, a device has "
+    need += f"{there:g}"
     if total > there:
-        return f"does not fit: {where}"
+        return f"does not fit: {need}"
     left = f"{there - total:.1f} GiB are left for temporaries, fragmentation and the libraries"
-    return f"fits: {where}; {left}{_of_communicators(found)}"
+    return f"fits: {need}; {left}{_of_communicators(run)}"
 
 
-def _of_hccl(found: DryRun) -> str:
-    if not found.hccl_nbytes:
+def _of_hccl(run: DryRun) -> str:
+    if not run.hccl_nbytes:
         return ""
-    number = found.communicators.in_node + found.communicators.between_nodes
+    number = run.communicators.in_node + run.communicators.between_nodes
     return (
-        f", {_amount(found.hccl_nbytes)} of them for HCCL's buffers of the engine's {number} "
+        f", {_amount(run.hccl_nbytes)} of them for HCCL's buffers of the engine's {number} "
         "communicators (2 x HCCL_BUFFSIZE each, not measured)"
     )
 
 
-def _of_communicators(found: DryRun) -> str:
-    communicators = found.communicators
+def _of_communicators(run: DryRun) -> str:
+    communicators = run.communicators
     number = communicators.in_node + communicators.between_nodes
-    if not number or found.hccl_nbytes or found.args.distributed_backend != "nccl":
+    if not number or run.hccl_nbytes or run.args.distributed_backend != "nccl":
         return ""
     return (
         f", of which NCCL's rings of the engine's {number} communicators take about "
@@ -136,26 +133,26 @@ def _of_communicators(found: DryRun) -> str:
     )
 
 
-def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
+def budgets_to_keep(run: DryRun, device_nbytes: float) -> str:
     """Say which memory budgets a device has room for and what they save, "" for none.
 
     A tenth of the device stays free.
     """
-    asked = found.asked_budgets
-    room = found.left_of(device_nbytes) - STAYS_FREE * device_nbytes
+    asked = run.asked_budgets
+    room = run.left_of(device_nbytes) - STAYS_FREE * device_nbytes
     flags: list[str] = []
     saved: list[str] = []
     kinds = [("params", "keep_params_nbytes", "gathers")]
-    if not found.args.gradient_accumulation_fusion:  # those layers write over what is kept
+    if not run.args.gradient_accumulation_fusion:  # those layers write over what is kept
         kinds.append(("grads", "keep_grads_nbytes", "reductions"))
-    for what, budget, operations in kinds:
-        rows = [(getattr(one, operations), getattr(one, budget)) for one in found.savings]
-        now = next((count for count, nbytes in rows if nbytes == asked[what]), 0)
-        count, nbytes = min((row for row in rows if row[1] - asked[what] <= room), default=(now, 0))
+    for kind, budget, operations in kinds:
+        rows = [(getattr(saving, operations), getattr(saving, budget)) for saving in run.savings]
+        now = next((count for count, nbytes in rows if nbytes == asked[kind]), 0)
+        count, nbytes = min((row for row in rows if row[1] - asked[kind] <= room), default=(now, 0))
         if count >= now:
             continue
-        room -= nbytes - asked[what]
-        flags.append(f"--asynchzp-keep-{what}-gb {ceil(100 * nbytes / GIB) / 100:g}")
+        room -= nbytes - asked[kind]
+        flags.append(f"--asynchzp-keep-{kind}-gb {ceil(100 * nbytes / GIB) / 100:g}")
         saved.append(f"{count} {operations} a step in place of {now}")
     if not flags:
         return ""

@@ -78,40 +78,40 @@ def main(argv: list[str]) -> int:
         per_node = cluster.ranks_per_node
     per_node = min(per_node or _RANKS_PER_NODE, ranks)
     script = command.script or DEFAULT_SCRIPT
-    found = verdict.judge([script, *command.flags], ranks, per_node)
-    if is_assumed and any(" ranks" in line.text for line in found.refused):
+    judged = verdict.judge([script, *command.flags], ranks, per_node)
+    if is_assumed and any(" ranks" in line.text for line in judged.refused):
         raise ConfigurationError(
             f"{words[0]} does not say how many ranks it starts, and {ranks}, the fewest, cannot: "
-            f"{found.refused[0].text}; add --ranks N, the ranks of your run"
+            f"{judged.refused[0].text}; add --ranks N, the ranks of your run"
         )
-    print(f"{script} on {ranks} rank{'s' * (ranks > 1)}, {per_node} a node: {_headline(found)}")
+    print(f"{script} on {ranks} rank{'s' * (ranks > 1)}, {per_node} a node: {_headline(judged)}")
     if is_assumed:
         print(
             f"- nothing says how many ranks it starts: {ranks} assumed; give yours with --ranks N"
         )
     print("".join(f"- {line}\n" for line in command.assumed), end="")
-    print("".join(_groups(found)), end="")
-    status = EXIT_REFUSED if found.refused else 0
-    if found.args is not None:
+    print("".join(_groups(judged)), end="")
+    status = EXIT_REFUSED if judged.refused else 0
+    if judged.args is not None:
         try:
-            _print_shardings(found, command.flags, ranks, per_node, cluster)
+            _print_shardings(judged, command.flags, ranks, per_node, cluster)
         except (ConfigurationError, ValueError) as error:  # of which the planner has no formula
             print(f"Bytes are not known: {error}")
     return status
 
 
 def _print_shardings(
-    found: "Verdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
+    judged: "Verdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
 ) -> None:
     from megatron_asynchzp.commands.verdict import shardings
     from megatron_asynchzp.mcore.run import planned
 
-    assert found.args is not None
+    assert judged.args is not None
     given = command_line.parse_words(flags)
     given.world_size = ranks
-    model = plan_table.model(planned.model_of(found.args))
-    print(f"{'Without what is refused' if found.refused else 'Model'}: {model}")
-    rows = shardings(found.args, given, cluster, per_node)
+    model = plan_table.model(planned.model_of(judged.args))
+    print(f"{'Without what is refused' if judged.refused else 'Model'}: {model}")
+    rows = shardings(judged.args, given, cluster, per_node)
     columns = ["sharding", "P, G, O", "GiB a rank at rest", "at its peak"]
     columns += [f"step s on {cluster.name}"] if cluster else []
     print(plan_table.grid(columns, [row.cells[: len(columns)] for row in rows]))
@@ -124,24 +124,24 @@ def _print_shardings(
             "other sizes"
         )
     if ours_s := rows[1].step_s:
-        own = found.args.async_save, found.args.save_interval
+        own = judged.args.async_save, judged.args.save_interval
         saving = explain.saving(rows[1].costing, ours_s, *own)
         print("".join(f"Saves: {line}\n" for line in [saving] if line), end="")
 
 
-def _headline(found: "Verdict") -> str:
-    if found.refused:
+def _headline(judged: "Verdict") -> str:
+    if judged.refused:
         return f"does not start with {_OURS}"
-    return f"starts with {_OURS}" + (", weakened" if found.lost else "")
+    return f"starts with {_OURS}" + (", weakened" if judged.lost else "")
 
 
-def _groups(found: "Verdict") -> Iterator[str]:
-    lost = {rule.setting: f"{rule.flag}: {rule.reason}" for rule in found.lost}
-    told = [line for line in found.logged if line not in found.environment]
+def _groups(judged: "Verdict") -> Iterator[str]:
+    lost = {rule.setting: f"{rule.flag}: {rule.reason}" for rule in judged.lost}
+    told = [line for line in judged.logged if line not in judged.environment]
     others = [line for line in told if line.partition(" = ")[0] not in lost]
     groups = {
-        "Needed in the environment, and judged with it": found.environment,
-        "Refused": [line.text for line in found.refused],
+        "Needed in the environment, and judged with it": judged.environment,
+        "Refused": [line.text for line in judged.refused],
         "Switched off, and nothing else gives it": lost.values(),
         "Set otherwise, with the same effect": others,
     }

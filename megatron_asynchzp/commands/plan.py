@@ -67,7 +67,6 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def space_of(setting: RunShape, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
-    """Return the space of plans for the model of `args`, Megatron's validated arguments."""
     from megatron_asynchzp.mcore.run import planned
 
     free: dict[str, Any] = {"vary": tuple(asked.vary)}
@@ -167,10 +166,10 @@ def _progress() -> Iterator[Progress]:
     with Bars(console=Console(stderr=True), transient=True, disable=not is_shown) as bars:
         tasks = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done)
 
         yield show
 

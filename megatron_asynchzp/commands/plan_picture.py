@@ -60,7 +60,6 @@ def write_trace(best: Candidate, file: Path) -> None:
 
 
 def draw(outcome: Outcome, space: Space, file: Path) -> None:
-    """Draw both pictures into a file."""
     figure = styles.new_figure(7.4)
     best = outcome.best
     assert best is not None
@@ -83,10 +82,10 @@ def _naming(flag: str) -> Iterator[None]:
 def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> None:
     shown = list(outcome.ranked)
     for scheme, (colour, marker, label) in _SCHEMES.items():
-        those = [one for one in shown if one.scheme == scheme]
+        those = [candidate for candidate in shown if candidate.scheme == scheme]
         if those:
-            held = [one.costing.memory.total / GIB for one in those]
-            steps = [one.step_s for one in those]
+            held = [candidate.costing.memory.total / GIB for candidate in those]
+            steps = [candidate.step_s for candidate in those]
             axes.scatter(held, steps, s=42, c=colour, marker=marker, label=label, zorder=3)
     front = _front(shown)
     held, steps = zip(*front, strict=True)
@@ -120,7 +119,7 @@ def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> N
 
 def _front(shown: Sequence[Candidate]) -> list[tuple[float, float]]:
     front: list[tuple[float, float]] = []
-    points = sorted((one.costing.memory.total / GIB, one.step_s) for one in shown)
+    points = sorted((candidate.costing.memory.total / GIB, candidate.step_s) for candidate in shown)
     for held, step in points:
         if not front or step < front[-1][1]:
             front.append((held, step))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how an outcome is printed: the setting, the plans as a table, and the flags of one."""
+"""Prints an outcome: the setting, the plans as a table, and the flags of a plan."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -35,19 +35,21 @@ def setting(space: Space, outcome: Outcome) -> str:
 
 
 def plans(outcome: Outcome, space: Space, most: int) -> str:
-    """Format the best `most` plans, the chosen one marked, then the best of each plainer scheme."""
+    """Format the best `most` plans, the chosen one marked, and the best of each plainer scheme."""
     columns = ["", "P, G, O", "micro-batch", "recompute", "depth"]
     columns += [name.upper() for name in space.vary]
     columns += ["step s", "tokens/s", "MFU", "memory GiB", "waits s", "GB off node", "as"]
     best, shown = outcome.best, list(outcome.ranked[:most])
-    for one in (*outcome.baselines.values(), best):
-        if one is not None and one not in shown:
-            shown.append(one)
-    return grid(columns, [["*" if one == best else "", *_cells(one, space)] for one in shown])
+    for candidate in (*outcome.baselines.values(), best):
+        if candidate is not None and candidate not in shown:
+            shown.append(candidate)
+    return grid(
+        columns,
+        [["*" if candidate == best else "", *_cells(candidate, space)] for candidate in shown],
+    )
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table with its numbers right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -62,8 +64,8 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def _cells(one: Candidate, space: Space) -> list[str]:
-    plan, costing, step = one.plan, one.costing, one.step
+def _cells(candidate: Candidate, space: Space) -> list[str]:
+    plan, costing, step = candidate.plan, candidate.costing, candidate.step
     assert step is not None
     sizes, batch = plan.sizes, plan.batch
     return [
@@ -72,13 +74,13 @@ def _cells(one: Candidate, space: Space) -> list[str]:
         plan.recompute.granularity,
         str(plan.schedule.depth) if sizes.param > 1 else "-",
         *(str(getattr(plan.parallel, name)) for name in space.vary),
-        f"{one.step_s:.3f}",
-        f"{one.tokens_per_s:,.0f}",
-        f"{costing.mfu(one.step_s):.1%}",
+        f"{candidate.step_s:.3f}",
+        f"{candidate.tokens_per_s:,.0f}",
+        f"{costing.mfu(candidate.step_s):.1%}",
         f"{costing.memory.total / GIB:.1f}",
         f"{step.worst.exposed_s:.3f}",
         f"{costing.node_nbytes / 1e9:.1f}",
-        one.scheme,
+        candidate.scheme,
     ]
 
 
@@ -90,31 +92,31 @@ _PARALLEL_FLAGS = {
 }
 
 
-def flags(one: Candidate, space: Space) -> list[str]:
+def flags(candidate: Candidate, space: Space) -> list[str]:
     """Return the flags to add to the command; of two equal flags Megatron reads the last."""
-    plan, start = one.plan, space.start
-    found = ["--use-asynchzp"]
+    plan, start = candidate.plan, space.start
+    words = ["--use-asynchzp"]
     for state in ("param", "grad", "optim"):
-        found += [f"--asynchzp-{state}-shard-size", str(getattr(plan.sizes, state))]
+        words += [f"--asynchzp-{state}-shard-size", str(getattr(plan.sizes, state))]
     if not plan.schedule.is_inline:
-        found += ["--asynchzp-prefetch-depth", str(plan.schedule.depth)]
+        words += ["--asynchzp-prefetch-depth", str(plan.schedule.depth)]
     if plan.batch.size != start.batch.size:
-        found += ["--micro-batch-size", str(plan.batch.size)]
+        words += ["--micro-batch-size", str(plan.batch.size)]
     if plan.recompute != start.recompute:
-        found += _recompute_flags(plan.recompute.granularity)
+        words += _recompute_flags(plan.recompute.granularity)
     for name, flag in _PARALLEL_FLAGS.items():
         value = getattr(plan.parallel, name)
         if value != getattr(start.parallel, name):
-            found += [flag, str(value)]
+            words += [flag, str(value)]
     if plan.parallel.sequence_parallel and not start.parallel.sequence_parallel:
-        found.append("--sequence-parallel")
-    return found
+        words.append("--sequence-parallel")
+    return words
 
 
 def _recompute_flags(granularity: str) -> list[str]:
     if granularity == "none":
         return ["(without --recompute-granularity)"]
-    found = ["--recompute-granularity", granularity]
+    words = ["--recompute-granularity", granularity]
     if granularity == "full":
-        found += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    return found
+        words += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    return words

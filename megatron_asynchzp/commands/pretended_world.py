@@ -82,7 +82,6 @@ def _kernels(module: ModuleType) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[io.StringIO]:
-    """Collect all prints, logs and warnings in one text."""
     text = io.StringIO()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -107,13 +106,12 @@ def _one_line(error: BaseException, printed: str) -> str:
 
 
 def megatron_flags() -> dict[str, argparse.Action]:
-    """Return Megatron's own flags."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(parser)
-    actions = (one for one in parser._actions if one.dest != "help")
-    return {flag: one for one in actions for flag in one.option_strings}
+    actions = (action for action in parser._actions if action.dest != "help")
+    return {flag: action for action in actions for flag in action.option_strings}
 
 
 def _nearest(line: str) -> str:
@@ -318,7 +316,6 @@ def _set_padded_vocabulary(args: Namespace) -> None:
 
 
 def _number(flags: list[str], flag: str) -> int:
-    """Return the last value of a flag, 1 without a number."""
     with contextlib.suppress(ValueError, IndexError):
         return max(1, int(flags[len(flags) - flags[::-1].index(flag)]))
     return 1

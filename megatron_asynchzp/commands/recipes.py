@@ -50,8 +50,8 @@ class World(NamedTuple):
 
 
 def _last_number(pattern: str, text: str) -> int | None:
-    found = re.findall(rf"(?:^| )(?:{pattern})[= ]?(\d+)(?= |$)", text)
-    return int(found[-1]) if found else None
+    numbers = re.findall(rf"(?:^| )(?:{pattern})[= ]?(\d+)(?= |$)", text)
+    return int(numbers[-1]) if numbers else None
 
 
 def world_of(launcher: Sequence[str], shell: ShellScript | None = None) -> World:
@@ -61,7 +61,7 @@ def world_of(launcher: Sequence[str], shell: ShellScript | None = None) -> World
     WORLD_SIZE that the script sets.
     """
     job = shell.job if shell else {}
-    steps = [one for one in shell.commands if one[0] == "srun"] if shell else []
+    steps = [step for step in shell.commands if step[0] == "srun"] if shell else []
     words = " ".join(word for command in (launcher, *steps) for word in command)
     per_node = _last_number("--nproc[-_]per[-_]node", words)
     if re.search("--nproc[-_]per[-_]node", words):
@@ -149,7 +149,7 @@ class Flags:
         return words, unknown
 
     def _named(self, name: str) -> list[argparse.Action]:
-        own = [one for one in self._actions.values() if one.dest == name.replace("-", "_")]
+        own = [action for action in self._actions.values() if action.dest == name.replace("-", "_")]
         flag = self._actions.get("--" + name.removeprefix("--").replace("_", "-"))
         return own or ([flag] if flag else [])
 
@@ -158,19 +158,19 @@ class Flags:
         actions = self._named(name)
         if value is None and actions:
             return []
-        valued = [one.option_strings[0] for one in actions if one.nargs != 0]
+        valued = [action.option_strings[0] for action in actions if action.nargs != 0]
         if valued:
             is_value = not isinstance(value, bool) and value != []
             return [valued[0], *_values(value)] if is_value else None
         is_on = _SWITCHES.get(str(value).lower())
         if is_on is None or not actions:
             return None
-        for one in actions:
-            if isinstance(one, argparse.BooleanOptionalAction):
-                return [one.option_strings[0 if is_on else -1]]
+        for action in actions:
+            if isinstance(action, argparse.BooleanOptionalAction):
+                return [action.option_strings[0 if is_on else -1]]
             # By its name an argument has a value, by its name a flag is there or not.
-            if one.const is is_on if one.dest == name.replace("-", "_") else is_on:
-                return [one.option_strings[0]]
+            if action.const is is_on if action.dest == name.replace("-", "_") else is_on:
+                return [action.option_strings[0]]
         return []
 
 
@@ -205,7 +205,6 @@ def _settings_of(path: Path) -> Mapping:
 
 
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
-    """Return the words without the flag and its values."""
     kept: list[str] = []
     is_dropped = False
     for word in words:
@@ -261,7 +260,11 @@ def _read_file(path: Path) -> ShellScript | Mapping:
 
 def _names_beside(path: Path) -> list[str]:
     with suppress(OSError):
-        return [one.name for one in path.parent.iterdir() if one.suffix in (*_SUFFIXES, ".json")]
+        return [
+            sibling.name
+            for sibling in path.parent.iterdir()
+            if sibling.suffix in (*_SUFFIXES, ".json")
+        ]
     return []
 
 
@@ -299,13 +302,13 @@ def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]
 
 
 def _of_shell(shell: ShellScript, flags: Flags) -> Command:
-    """Join all commands of the script with most of Megatron's flags, and those without a script."""
-    found = [_at_script(words) for words in shell.commands]
-    known = [flags.known(rest) for _, _, rest in found]
-    numbers = [(bool(script), len(own)) for (_, script, _), own in zip(found, known)]
-    script = found[numbers.index(max(numbers))][1] if found else ""
+    """Join all commands with most of Megatron's flags, and those without a script."""
+    splits = [_at_script(words) for words in shell.commands]
+    known = [flags.known(rest) for _, _, rest in splits]
+    numbers = [(bool(script), len(own)) for (_, script, _), own in zip(splits, known)]
+    script = splits[numbers.index(max(numbers))][1] if splits else ""
     launcher, args, is_split, num_runs = list[str](), list[str](), list[str](), 0
-    for (before, own_script, rest), own in zip(found, known):
+    for (before, own_script, rest), own in zip(splits, known):
         if own_script == script and (own or not max(numbers)[1]):
             launcher, num_runs = [*launcher, *before], num_runs + bool(own)
             args += rest

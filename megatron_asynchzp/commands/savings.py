@@ -37,13 +37,13 @@ def savings(costing: Costing) -> list[Saving]:
     except ValueError:
         return []
     units = costing.order(0, []).units
-    found = []
+    rows = []
     for budgets in _budgets(units, (asked.keep_params_nbytes, asked.keep_grads_nbytes)):
         kept = replace(asked, keep_params_nbytes=budgets[0], keep_grads_nbytes=budgets[1])
         order = replace(costing, plan=replace(plan, schedule=kept)).order(0, phases)
         count = Counter(action.kind for action in order.actions)
-        found.append(Saving(budgets[0], count[GATHER], budgets[1], count[REDUCE]))
-    return found
+        rows.append(Saving(budgets[0], count[GATHER], budgets[1], count[REDUCE]))
+    return rows
 
 
 def _budgets(units: Sequence[OrderUnit], asked: tuple[int, int]) -> list[tuple[int, int]]:

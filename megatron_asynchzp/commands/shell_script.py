@@ -58,11 +58,11 @@ def _job_of(text: str) -> dict[str, int]:
     """Return the numbers of the lines for Slurm: nodes (the fewest), tasks, tasks_per_node."""
     lines = " ".join(re.findall(r"^#SBATCH[ \t]+([^#\n]*)", text, re.MULTILINE))
     options = {"nodes": "-N|--nodes", "tasks": "-n|--ntasks", "tasks_per_node": "--ntasks-per-node"}
-    found = {
+    values = {
         name: re.findall(rf"(?:^|\s)(?:{flags})(?:=|\s+|(?<=-\w))(\d+)", lines)
         for name, flags in options.items()
     }
-    return {name: int(numbers[-1]) for name, numbers in found.items() if numbers}
+    return {name: int(numbers[-1]) for name, numbers in values.items() if numbers}
 
 
 def _shell_variables(job: Mapping[str, int]) -> dict[str, str]:
@@ -95,7 +95,6 @@ class ShellScript:
     """
 
     def __init__(self, text: str, name: str) -> None:
-        """Read `text`; raise ConfigurationError with its `name` for a quote that has no end."""
         self.commands: list[list[str]] = []
         self.set_twice: dict[str, None] = {}
         self.text, self._name = text, name
@@ -105,11 +104,10 @@ class ShellScript:
         self._read(_HEREDOC.sub(r"\2", text))
         if not self.has_flags:
             # It writes the script that trains.
-            self._read(_HEREDOC.sub(lambda one: one[2] + one[3].replace("\\$", "$"), text))
+            self._read(_HEREDOC.sub(lambda match: match[2] + match[3].replace("\\$", "$"), text))
 
     @property
     def has_flags(self) -> bool:
-        """Whether a command has a flag."""
         return any(word.startswith("--") for words in self.commands for word in words)
 
     def number(self, name: str) -> int | None:
@@ -139,12 +137,12 @@ class ShellScript:
     def _take(self, raw: list[str]) -> None:
         place = 0
         while place < len(raw):
-            if found := _ASSIGNMENT.fullmatch(raw[place]):
-                self._assign(*found.groups())
+            if match := _ASSIGNMENT.fullmatch(raw[place]):
+                self._assign(*match.groups())
             elif not _BEFORE.fullmatch(raw[place]):
                 break
             place += 1
-        words = [word for one in raw[place:] for word in self._words(one)]
+        words = [word for part in raw[place:] for word in self._words(part)]
         if not words or words[0] in ("echo", "printf"):
             return
         kept = [word for word in words if not _COMMAND_IN_QUOTES.match(word.strip())]
@@ -155,8 +153,8 @@ class ShellScript:
 
     def _assign(self, name: str, more: str, raw: str) -> None:
         if raw.startswith("("):
-            found = [token["word"] for token in _TOKENS.finditer(raw[1:-1])]
-            value = [word for one in found if one for word in self._words(one)]
+            tokens = [token["word"] for token in _TOKENS.finditer(raw[1:-1])]
+            value = [word for text in tokens if text for word in self._words(text)]
         else:
             value = self._text(raw).replace("\1", " ").replace("\2", "")
         before = self._known.get(name)
@@ -167,7 +165,7 @@ class ShellScript:
         self._known[name] = value
 
     def _words(self, raw: str) -> list[str]:
-        """Expand and split into words. Within, \\1 separates words and \\2 marks quotes."""
+        r"""Expand and split into words. Within, \1 separates words and \2 marks quotes."""
         return [word.replace("\2", "") for word in self._text(raw).split("\1") if word]
 
     def _text(self, raw: str) -> str:
@@ -181,16 +179,16 @@ class ShellScript:
         if piece.endswith('"') and len(piece) > 1:
             return "\2" + self._in_quotes(piece.lstrip("$")[1:-1])
         value = self._value(piece, self._text) if piece[0] in "$`" else piece
-        return _SPACE.sub(lambda found: found[1] or "\1", value)
+        return _SPACE.sub(lambda match: match[1] or "\1", value)
 
     def _in_quotes(self, raw: str) -> str:
-        found = ""
+        text = ""
         for piece in _PIECES_IN_QUOTES.findall(raw):
             if piece[0] == "\\" and len(piece) > 1:
-                found += piece[1:].replace("\n", "") if piece[1] in '$`"\\\n' else piece
+                text += piece[1:].replace("\n", "") if piece[1] in '$`"\\\n' else piece
             elif piece != '"':  # which only a default has there
-                found += self._value(piece, self._in_quotes) if piece[0] in "$`" else piece
-        return found
+                text += self._value(piece, self._in_quotes) if piece[0] in "$`" else piece
+        return text
 
     def _value(self, piece: str, text_of: Callable[[str], str]) -> str:
         """Return the value of an expansion; `text_of` reads its default."""
@@ -209,7 +207,7 @@ class ShellScript:
         if isinstance(value, list):
             if index in ("@", "*"):
                 between = " " if index == "*" and text_of == self._in_quotes else "\1"
-                value = between.join(f"\2{one}" for one in value)
+                value = between.join(f"\2{part}" for part in value)
             else:
                 value = dict(enumerate(value)).get(int(index or 0))
         if operator == "+":
@@ -223,9 +221,9 @@ class ShellScript:
     def _number(self, raw: str) -> str:
         """Return the value of $((...)), "" if a part is open."""
 
-        def known(found: re.Match[str]) -> str:
-            value = self._known.get(found[0], self._shell.get(found[0]))
-            return value if isinstance(value, str) else found[0]
+        def known(match: re.Match[str]) -> str:
+            value = self._known.get(match[0], self._shell.get(match[0]))
+            return value if isinstance(value, str) else match[0]
 
         text = re.sub(r"\b[A-Za-z_]\w*", known, self._in_quotes(raw))
         with suppress(ArithmeticError, SyntaxError, TypeError):

@@ -22,7 +22,7 @@ from megatron_asynchzp.planner.memory import Memory, stage_activations
 
 @dataclass(frozen=True)
 class StageBytes:
-    """The bytes that one rank of a pipeline stage holds."""
+    """Bytes of a rank of a pipeline stage."""
 
     index: int
     num_ranks: int
@@ -52,7 +52,6 @@ class DryRun:
 
     @property
     def fullest(self) -> StageBytes:
-        """The stage whose ranks need most."""
         return max(self.stages, key=lambda stage: stage.memory.total)
 
     @property
@@ -81,7 +80,6 @@ def dry_run_of_script(script: Path, flags: list[str], ranks: int, ranks_per_node
 
 
 def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun:
-    """Dry-run validated arguments."""
     costing = costing_of(args)
     with naming_the_flag():
         stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
@@ -136,6 +134,6 @@ def held_nbytes(
     """
     if grad is not None:
         costing = replace(costing, plan=replace(costing.plan, main_grad=grad))
-    found = costing.states_by_formula(index)
-    found["main_param"] *= main / FP32_NBYTES
-    return found
+    nbytes = costing.states_by_formula(index)
+    nbytes["main_param"] *= main / FP32_NBYTES
+    return nbytes

@@ -54,12 +54,10 @@ def bare(plot: Any, grid: str | None = None) -> None:
 
 
 def set_title(plot: Any, text: str) -> None:
-    """Title a plot above its left end."""
     plot.set_title(text, loc="left", fontsize=NORMAL, fontweight="bold", color=INK)
 
 
 def add_caption(figure: Any, *lines: str) -> None:
-    """Add what a reader must know below all plots."""
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=INK)
 
 

@@ -83,7 +83,7 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
     threading.Thread(target=watch, name="asynchzp-rendezvous", daemon=True).start()
 
 
-def watch_meeting(ranks: dict[int, Popen], where: str) -> None:
+def watch_meeting(ranks: dict[int, Popen], host: str) -> None:
     """Write a line to stderr now and then until this node has started a rank."""
 
     def watch() -> None:
@@ -92,7 +92,7 @@ def watch_meeting(ranks: dict[int, Popen], where: str) -> None:
         while not ranks:
             waited_s = time.monotonic() - begun
             sys.stderr.write(
-                f"megatron_asynchzp: waiting for {waited_s:.0f} s for all nodes to meet at {where};"
+                f"megatron_asynchzp: waiting for {waited_s:.0f} s for all nodes to meet at {host};"
                 " is that the first node's address, and has it started?\n"
             )
             sys.stderr.flush()

@@ -62,7 +62,6 @@ class Verdict:
 
     @property
     def changed(self) -> list[Rule]:
-        """The rules that change something."""
         return [rule for rule in RULES[OURS] if rule.is_in(self.logged)]
 
     @property
@@ -143,7 +142,7 @@ def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one sharding."""
+    """A row of the table of shardings."""
 
     title: str
     costing: Costing
@@ -155,7 +154,6 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """The row's texts."""
         sizes = self.costing.plan.sizes
         three = f"{sizes.param}, {sizes.grad}, {sizes.optim}"
         peak = f"{'>= ' * self.is_least}{self.peak / GIB:.2f}"
@@ -196,24 +194,24 @@ def shardings(
     rows = [("yours", held_sizes(given, group)), (OURS, becomes)]
     if replace(default, cuts=()) != replace(becomes, cuts=()):
         rows.append((f"{OURS}, default sizes", default))
-    found = []
+    table = []
     for title, sizes in rows:
         is_ours, sizes = title != "yours", replace(sizes, cuts=()).with_short_axes(on_node)
-        one = costing.with_sizes(sizes)
+        candidate = costing.with_sizes(sizes)
         in_bf16 = given.grad_reduce_in_bf16 or "bf" in str(given.main_grads_dtype)
         grad = None if is_ours else 2 if in_bf16 else 4
-        stages = range(one.plan.parallel.pp)
-        held = [sum(held_nbytes(one, i, grad).values()) for i in stages]
-        active = [stage_activations(one.setting, i) for i in stages]
+        stages = range(candidate.plan.parallel.pp)
+        held = [sum(held_nbytes(candidate, i, grad).values()) for i in stages]
+        active = [stage_activations(candidate.setting, i) for i in stages]
         peaks = [
             nbytes + its.kept + its.buffer + max(its.logits, its.working)
             for nbytes, its in zip(held, active)
         ]
         system = None if is_ours else _system_of(given)
         if system is not None:
-            one = replace(one, plan=system.plan(one.plan), known={})
+            candidate = replace(candidate, plan=system.plan(candidate.plan), known={})
             title += f" ({system.name})"
-        step_s = one.step().step_s if cluster is not None and one.has_room else None
-        peak = one.memory.total if is_ours else max(peaks)
-        found.append(Row(title, one, max(held), peak, not is_ours, step_s))
-    return found
+        step_s = candidate.step().step_s if cluster is not None and candidate.has_room else None
+        peak = candidate.memory.total if is_ours else max(peaks)
+        table.append(Row(title, candidate, max(held), peak, not is_ours, step_s))
+    return table

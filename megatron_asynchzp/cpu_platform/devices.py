@@ -67,7 +67,6 @@ def move_on_cpu(move: Callable) -> Callable:
 
 
 def stay(self: Any, *_: Any, **__: Any) -> Any:
-    """Replace `cuda()` and `pin_memory()`: the tensor stays."""
     return self
 
 

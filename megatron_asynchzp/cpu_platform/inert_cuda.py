@@ -33,15 +33,12 @@ class InertStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the one priority."""
         return (0, 0)
 
     def query(self) -> bool:
-        """Return True: no work is pending."""
         return True
 
     def record_event(self, event: "InertEvent | None" = None) -> "InertEvent":
-        """Record an event, now."""
         event = event or InertEvent()
         event.record(self)
         return event
@@ -65,15 +62,12 @@ class InertEvent:
         self._recorded_s = time.perf_counter()
 
     def record(self, stream: Any = None):
-        """Note the host's time."""
         self._recorded_s = time.perf_counter()
 
     def query(self) -> bool:
-        """Return True: the event is complete."""
         return True
 
     def elapsed_time(self, end_event: "InertEvent") -> float:
-        """Return milliseconds, as torch.cuda.Event does."""
         return 1e3 * (end_event._recorded_s - self._recorded_s)
 
     def _nothing(self, *_: Any, **__: Any):
@@ -130,7 +124,6 @@ _ANSWERED_BY_ZERO = (
 
 
 def cuda_attributes() -> dict[str, Any]:
-    """Return the replacements of `torch.cuda`'s attributes."""
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -166,7 +159,6 @@ def cuda_attributes() -> dict[str, Any]:
 
 
 def rng_attributes() -> dict[str, Any]:
-    """Return the attributes that `torch.cuda` and `torch.cuda.random` share."""
     generator = torch.default_generator
     return {
         "get_rng_state": lambda device=None: generator.get_state(),
@@ -183,7 +175,6 @@ def rng_attributes() -> dict[str, Any]:
 
 
 def nvtx_attributes() -> dict[str, Any]:
-    """Return the attributes of `torch.cuda.nvtx` that mark ranges."""
     return {
         "range_push": _answer(0),
         "range_pop": _answer(0),

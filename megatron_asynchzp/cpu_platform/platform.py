@@ -34,7 +34,6 @@ _installed = Replacements(package="megatron")
 
 
 def is_installed() -> bool:
-    """Return whether Megatron sees the CPU platform."""
     return bool(_installed.entries)
 
 
@@ -76,7 +75,6 @@ def install() -> list[str]:
 
 
 def uninstall():
-    """Restore every attribute that `install` replaced, and compilation."""
     if is_installed():
         _installed.restore()
         torch.compiler.set_stance("default")
@@ -184,7 +182,6 @@ def replace_mamba(names: Replacements, mixer: ModuleType):
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
         ) -> Any:
-            """Describe the weight to a checkpoint as Megatron's norm does."""
             return mixer.make_sharded_tensors_for_checkpoint(
                 self.state_dict(prefix="", keep_vars=True),
                 prefix,

@@ -94,7 +94,6 @@ class GroupNorm(torch.nn.Module):
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, **options: Any
     ):
-        """Make the weight by options; norm_before_gate needs a gate and is ignored."""
         super().__init__()
         options.pop("norm_before_gate", None)
         self.eps = eps
@@ -102,7 +101,6 @@ class GroupNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, **options))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise each group in fp32."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return (normed.flatten(-2) * self.weight.float()).to(x.dtype)

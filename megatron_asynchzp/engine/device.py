@@ -24,7 +24,7 @@ the steps so far."""
 
 
 class CpuDevice:
-    """Operations are complete when they return; only collectives run beside the host."""
+    """Operations are complete when they return; only collectives overlap with the host."""
 
     runs_ahead = False
     """Whether waiting for a collective only orders streams, so that it may be done early."""
@@ -32,7 +32,7 @@ class CpuDevice:
     _SLICE_S = 0.2
 
     def new_stream(self) -> None:
-        return None
+        return
 
     def on_stream(self, stream: None) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -41,7 +41,7 @@ class CpuDevice:
         return nullcontext()
 
     def record_event(self) -> None:
-        """An event after everything issued so far on the current stream."""
+        """Record an event after everything issued so far on the current stream."""
         return
 
     def wait_event(self, event: None) -> None:
@@ -50,10 +50,10 @@ class CpuDevice:
     def wait_work(
         self, work: dist.Work, limit_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Complete a collective: on the host here, on the current stream where there are streams.
+        """Wait for a collective: on the host here, on the current stream of a device with streams.
 
-        Raises the backend's error for one that failed, and TimeoutError for one that took longer
-        than `limit_s` seconds or was given up: `is_over` returns True.
+        Raises:
+            TimeoutError: it took longer than `limit_s` seconds, or `is_over` returned True.
         """
         deadline = time.monotonic() + limit_s
         while not self._wait_slice(work):
@@ -61,11 +61,11 @@ class CpuDevice:
                 raise TimeoutError(f"not finished after {limit_s:g} s")
 
     def _wait_slice(self, work: dist.Work) -> bool:
-        """Whether `work` has completed; raises its error.
+        """Return whether `work` has completed; raise its error.
 
-        [Note: handles of gloo] Where the time is over gloo raises as if `work` had failed, but it
-        can be waited for again. That of a reduce-scatter knows neither a time limit nor whether it
-        has completed: it ends with its group's timeout.
+        [Note: handles of gloo] After the time limit gloo raises as if `work` had failed, but the
+        caller can wait for it again. The handle of a reduce-scatter knows neither a time limit nor
+        whether it has completed: it ends with its group's timeout.
         """
         start = time.monotonic()
         try:
@@ -80,45 +80,42 @@ class CpuDevice:
         return True
 
     def is_capturing(self) -> bool:
-        """Whether what is issued now becomes a part of a graph, and does not run."""
+        """Return whether operations are captured into a graph instead of run."""
         return False
 
     def has_passed(self, event: object) -> bool:
-        """Whether an event, or a mark, has happened."""
         return True
 
     def synchronize(
         self, event: None, limit_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Hold the host until `event`; False where it has not happened after `limit_s` seconds, or
-        `is_over` returns True."""
+        """Hold the host until `event`; False after `limit_s` seconds or once `is_over` is True."""
         return True
 
     def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that the device copies to without holding the host."""
+        """Allocate host memory that the device copies to without holding the host."""
         return torch.empty(shape, dtype=dtype)
 
     def release_cached(self) -> None:
         """Give memory that no tensor has to other users of the device."""
 
     def left_nbytes(self) -> None:
-        """Bytes that a rank may still allocate, but for a margin; None where nobody can tell."""
+        """Return the bytes that a rank may still allocate, less a margin; None if unknown."""
         return
 
     def bind_thread(self) -> None:
         """Make a new thread use this device."""
 
     def mark(self) -> float:
-        """A point in time on the current stream; see `seconds_between`."""
+        """Mark a point in time on the current stream; see `seconds_between`."""
         return time.perf_counter()
 
     def seconds_between(self, start: float, end: float) -> float:
-        """Seconds from one mark to another, both passed."""
         return end - start
 
 
 class StreamDevice:
-    """cuda and npu, whose torch modules have the same names."""
+    """cuda and npu, whose torch modules have the same names. CpuDevice documents the methods."""
 
     runs_ahead = True
     _POLL_S = 0.001
@@ -199,7 +196,7 @@ Device = CpuDevice | StreamDevice
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The interface for the device that holds `tensor`."""
+    """Return the interface for the device that holds `tensor`."""
     if tensor.device.type == "cpu":
         return CpuDevice()
     return StreamDevice(getattr(torch, tensor.device.type), tensor.device)
@@ -210,8 +207,10 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "po
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Give memory of the host that no tensor uses back to the system: malloc keeps what lies
-    between blocks in use, and takes more for a block that fits into no gap. That of other devices
-    stays with torch's allocator, which has it for the next tensors."""
+    """Give memory of the host that no tensor uses back to the system.
+
+    malloc keeps the gaps between blocks in use, and takes more for a block that fits into no gap.
+    Memory of other devices stays with torch's allocator, which has it for the next tensors.
+    """
     if device.type == "cpu" and _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what can be chosen about a schedule, for the flags, the engine and the planner alike. Needs
-no torch.
-"""
+"""Owns a schedule's options, for the flags, the engine and the planner. Needs no torch."""
 
 from dataclasses import dataclass
 
@@ -19,36 +17,28 @@ EARLY_UPDATES = (AUTO, "on", "off")
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How collectives are driven.
+    """How collectives are driven."""
 
-    kind: one of SCHEDULES, or AUTO.
-    prefetch_depth: units of each size gathered ahead of the one that computes.
-    in_flight_nbytes: at most so many for gathered parameters and for gradients that are reduced,
-        together, of one model chunk; None for as many as two layers of each size need.
-    grad_slot_nbytes: gradients of a unit that are larger than this in fp32 are reduced in pieces of
-        at most this size.
-    time_limit_s: after which a collective that has not finished is an error.
-    checks_order: compare the ranks' orders once per step.
-    timed_every: see Timeline.
-    keep_params_nbytes, keep_grads_nbytes: so much more, on a rank, for parameters that stay
-        gathered, and for gradients that are added up, from one micro-batch to a later one.
-    keeps_params_in_free_memory: for parameters also what the device has left after the first
-        update.
-    early_update: one of EARLY_UPDATES: whether units are sent before the norm of all gradients is
-        known (zero/early_update.py): as many as backward has room for while steps are not
-        clipped, all of them, or none.
-    """
-
-    kind: str = AUTO
-    prefetch_depth: int = 1
+    kind: str = AUTO  # one of SCHEDULES, or AUTO
+    prefetch_depth: int = 1  # units of each size gathered ahead of the one that computes
+    # limit for gathered parameters and for gradients in reduction, together, of a model chunk; None
+    # for as many as two layers of each size need
     in_flight_nbytes: int | None = None
+    # a unit's gradients that are larger than this in fp32 are reduced in pieces of at most this
+    # size
     grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES
-    time_limit_s: float = 600.0
-    checks_order: bool = True
-    timed_every: int = 10
+    time_limit_s: float = 600.0  # a collective that takes longer is an error
+    checks_order: bool = True  # compare the ranks' orders once per step
+    timed_every: int = 10  # see Timeline
+    # further bytes on a rank for parameters that stay gathered from one micro-batch to a later one
     keep_params_nbytes: int = 0
+    # further bytes on a rank for gradients that are accumulated across micro-batches
     keep_grads_nbytes: int = 0
+    # kept parameters also get the device memory left after the first update
     keeps_params_in_free_memory: bool = False
+    # one of EARLY_UPDATES: whether units are sent before the norm of all gradients is known
+    # (zero/early_update.py): as many as backward has room for while steps are not clipped, all of
+    # them, or none
     early_update: str = AUTO
 
     def __post_init__(self) -> None:
@@ -65,16 +55,15 @@ class ScheduleConfig:
 
     @property
     def is_inline(self) -> bool:
-        """Whether nothing runs beside the computation."""
+        """Whether collectives never overlap with the computation."""
         return self.kind == "inline"
 
     @property
     def may_send_early(self) -> bool:
-        """Whether units may be sent before the update; where nothing runs beside the computation
-        only if that was asked for."""
+        """Whether units may be sent before the update; if inline, only on request."""
         return self.early_update == "on" or (self.early_update == AUTO and not self.is_inline)
 
     @property
     def depth(self) -> int:
-        """Units gathered ahead: none where nothing runs beside the computation."""
+        """Units gathered ahead; none if inline."""
         return 0 if self.is_inline else self.prefetch_depth

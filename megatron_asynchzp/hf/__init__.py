@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Converts models to and from Hugging Face directories.
+"""Converts models to and from Hugging Face directories, in one process without torchrun.
 
-The command is `python -m megatron_asynchzp.hf export | import`. Importing this folder loads neither
-megatron, torch nor transformers.
+Importing this folder loads neither megatron, torch nor transformers.
 """

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the command line `python -m megatron_asynchzp.hf export | import`.
-
-It runs in one process without torchrun.
-"""
+"""Owns the command line `python -m megatron_asynchzp.hf export | import`."""
 
 import argparse
 import logging
@@ -24,7 +21,6 @@ _EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: list[str]) -> None:
-    """Run one command, and exit with one line and a status if it cannot convert."""
     args = _parser().parse_args(argv)
     # Megatron and torch warn of kernels that are not installed; a conversion uses none.
     warnings.filterwarnings("ignore")
@@ -41,8 +37,8 @@ def main(argv: list[str]) -> None:
         _end(str(error), _EXIT_FAILURE)
     except Exception as error:  # files of other programs may hold anything
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}, line {place.lineno}"
-        _end(f"{args.load}: {type(error).__name__}: {one_line(error)} ({where})", _EXIT_FAILURE)
+        position = f"{place.filename}, line {place.lineno}"
+        _end(f"{args.load}: {type(error).__name__}: {one_line(error)} ({position})", _EXIT_FAILURE)
     except KeyboardInterrupt:
         _end("interrupted, nothing was written", _EXIT_INTERRUPTED)
 

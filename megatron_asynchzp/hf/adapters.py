@@ -94,10 +94,10 @@ class MergingReader:
 
 
 def _places(reader: TensorReader) -> dict[str, tuple[TensorReader, str]]:
-    """Return the reader and the stored key of each tensor, by its key without `to_wrap`."""
+    """Return the reader and stored key of each tensor, by its key without `to_wrap`."""
     return {key.replace(".to_wrap.", "."): (reader, key) for key in reader.tensors}
 
 
 def alpha_of(args: Namespace, given: float | None) -> float | None:
-    """Return the alpha of the command line, or else that of the arguments in the checkpoint."""
+    """Return the alpha of the command line, or else of the checkpoint's arguments."""
     return getattr(args, "lora_alpha", None) if given is None else given

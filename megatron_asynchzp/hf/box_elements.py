@@ -36,7 +36,6 @@ class BoxElements(NamedTuple):
     def to_receive(
         cls, numel: int, dtype: torch.dtype, device: torch.device, count: int
     ) -> "BoxElements":
-        """Allocate memory to receive `count` elements of a box of `numel`."""
         if count == ALL:
             return cls(torch.empty(numel, dtype=dtype, device=device))
         values = torch.empty(count, dtype=dtype, device=device)
@@ -48,7 +47,6 @@ class BoxElements(NamedTuple):
         return ALL if self.indices is None else self.values.numel()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors to send."""
         for tensor in self:
             if tensor is not None and tensor.numel():
                 yield tensor

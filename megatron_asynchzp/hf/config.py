@@ -55,11 +55,7 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write the config.json of a model into `folder`.
-
-    Raises:
-        ConfigurationError: transformers is too old.
-    """
+    """Write config.json into `folder`. Raises ConfigurationError if transformers is too old."""
     _check_transformers()
     from transformers import (
         GPT2Config,
@@ -147,19 +143,19 @@ def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
 
 
 def _check_transformers() -> None:
-    found = version("transformers")
-    if int(found.partition(".")[0]) < 5:
+    have = version("transformers")
+    if int(have.partition(".")[0]) < 5:
         raise ConfigurationError(
-            f"transformers {found} is installed, and a conversion needs 5 or later, which reads "
+            f"transformers {have} is installed, and a conversion needs 5 or later, which reads "
             "and writes config.json otherwise; install 'transformers>=5'"
         )
 
 
 def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
-    """The shape of the model that `folder` holds.
+    """Read the shape of the model that `folder` holds.
 
-    vocab_multiple: the embedding is padded to a multiple of this many rows in Megatron.
-    Raises ConfigurationError for what Megatron does not compute, naming the entry.
+    Megatron pads the embedding to a multiple of `vocab_multiple` rows. ConfigurationError names an
+    entry that Megatron does not compute.
     """
     _check_transformers()
     path = folder / "config.json"

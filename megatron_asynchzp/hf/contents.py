@@ -23,14 +23,13 @@ _FIRST = "embedding."
 
 
 class Job(NamedTuple):
-    """One tensor of Megatron to convert."""
+    """A tensor of Megatron to convert."""
 
     rule: TensorRule
     place: tuple[int, ...]  # (), (layer,) or (layer, expert)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in transformers of the tensors that it becomes."""
         return self.rule.names_of(self.place)
 
     @property
@@ -46,7 +45,6 @@ class Job(NamedTuple):
 
 
 def jobs_in_order_of_use(shape: ModelShape) -> list[Job]:
-    """Return all jobs of a model: embeddings, layers, final norm, output layer."""
     jobs = [Job(rule, place) for rule in rules_of(shape) for place in rule.places(shape)]
     return sorted(jobs, key=lambda job: job.part)
 
@@ -73,12 +71,12 @@ def write_model(
 
 
 def match_keys(
-    where: str, sizes: Mapping[str, Collection[int]], shape: ModelShape
+    source: str, sizes: Mapping[str, Collection[int]], shape: ModelShape
 ) -> dict[str, str]:
-    """Return the key under which the model has the tensor of each rule, by the rule's key.
+    """Return the model's key for the tensor of each rule, by the rule's key.
 
     Args:
-        where: Names the model in messages.
+        source: Names the model in messages.
         sizes: Of all tensors of the model, by key, with layers and experts stacked.
         shape: Of the model. Tensors or sizes that differ are a ConfigurationError.
     """
@@ -97,5 +95,5 @@ def match_keys(
     twins = {rule.twin for rule in rules_of(shape)}
     foreign = sorted(set(sizes) - set(matched.values()) - twins)
     if missing or foreign:
-        raise ConfigurationError(describe_difference(where, shape, missing, foreign))
+        raise ConfigurationError(describe_difference(source, shape, missing, foreign))
     return matched

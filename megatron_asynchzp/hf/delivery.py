@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Parcel(NamedTuple):
-    """A tensor on its way from one rank to another."""
+    """A tensor on its way from a rank to another."""
 
     source: int
     receiver: int

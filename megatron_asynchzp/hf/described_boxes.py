@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the parts of a model that a rank holds, as Megatron's sharded_state_dict describes them.
-
-So it holds for any tensor, pipeline and expert parallelism.
-"""
+"""Lists the parts of a model on a rank from Megatron's sharded_state_dict, for any parallelism."""
 
 import sys
 from collections.abc import Sequence
@@ -57,12 +54,10 @@ def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:
 
 
 def unit_at(model: Sequence[AsyncHZPDataParallel], address: Address) -> HZPUnit:
-    """Return the unit that holds a box of this address."""
     return model[address.chunk].units[address.unit]
 
 
 def elements_of(box: HeldBox, unit: HZPUnit, whole: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a box (1-D) out of those of the whole unit (1-D)."""
     part = _part_of(box, unit)
     return whole[part.start : part.stop]
 

@@ -78,7 +78,6 @@ def export_model(
 
 
 def _match_keys(reader: MergingReader, shape: ModelShape) -> dict[str, str]:
-    """Return the checkpoint's key of each rule; see match_keys."""
     sizes = {
         key: it.size
         for key, it in reader.tensors.items()

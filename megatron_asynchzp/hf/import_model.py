@@ -159,7 +159,6 @@ def _are_equal(embedding: Tensor, head: Tensor) -> bool:
 
 
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
-    """Yield the objects of a checkpoint, by Megatron's key."""
     yield (
         COMMON_OBJECT,
         {

@@ -43,11 +43,9 @@ class TensorRule:
         return tuple(name.format(*place) for name in self.names)
 
     def megatron_size(self, shape: ModelShape) -> torch.Size:
-        """Return the size of the tensor of one place."""
         return torch.Size(shape.size_of(dim) for dim in self.dims)
 
     def hf_sizes(self, shape: ModelShape) -> list[torch.Size]:
-        """Return the sizes of the tensors `names`."""
         whole = torch.empty(self.megatron_size(shape), device="meta")
         return [piece.shape for piece in self.to_hf(whole, shape)]
 
@@ -180,7 +178,7 @@ _EXPERTS_NORM = replace(_MLP_NORM, twin=f"{LAYERS}pre_mlp_layernorm.weight")
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """Return the rules of experts, whose MLP and matrices transformers calls by these names."""
+    """Return the rules of experts, given transformers' names of the MLP and its matrices."""
     block = f"model.layers.{{}}.{block}"
     expert = f"{block}.experts.{{}}"
     return (
@@ -242,8 +240,8 @@ _TABLES: dict[Family, tuple[TensorRule, ...]] = {
 
 # A checkpoint may keep a norm by itself instead of with the matrix that follows it.
 OTHER_KEYS = {
-    f"{where}layer_norm_{kind}": f"{LAYERS}{norm}.{kind}"
-    for where, norm in ((_QKV, "input_layernorm"), (_FC1, "pre_mlp_layernorm"))
+    f"{prefix}layer_norm_{kind}": f"{LAYERS}{norm}.{kind}"
+    for prefix, norm in ((_QKV, "input_layernorm"), (_FC1, "pre_mlp_layernorm"))
     for kind in ("weight", "bias")
 }
 

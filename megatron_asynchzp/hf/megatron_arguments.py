@@ -242,7 +242,6 @@ def write_arguments(shape: ModelShape) -> Namespace:
 
 
 def command_line(shape: ModelShape) -> list[str]:
-    """Return Megatron's flags with values for this model, without those of a tokenizer."""
     flags = [
         f"--num-layers {shape.num_layers}",
         f"--hidden-size {shape.hidden_size}",

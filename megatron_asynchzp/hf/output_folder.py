@@ -13,7 +13,6 @@ from megatron_asynchzp.errors import ConfigurationError
 
 
 def check_unoccupied(folder: Path) -> None:
-    """Raise ConfigurationError if `folder` is a file or a directory with content."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"{folder} exists and is not empty; name another folder")
 

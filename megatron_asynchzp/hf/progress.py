@@ -10,7 +10,6 @@ type Progress = Callable[[Iterable, int], Iterable]
 
 
 def no_progress(steps: Iterable, total: int) -> Iterable:
-    """Show nothing."""
     return steps
 
 

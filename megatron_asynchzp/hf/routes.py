@@ -42,7 +42,6 @@ class Routes:
         return holders[place * len(holders) // count]
 
     def serves(self, holders: Holders, ranks: Collection[int]) -> bool:
-        """Whether any of `ranks` is a source for a receiver."""
         return not set(self.sources(holders).values()).isdisjoint(ranks)
 
 

@@ -30,7 +30,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return self.size.numel() * (self.dtype.itemsize if self.dtype else 0)
 
 
@@ -124,20 +123,16 @@ class FolderReader:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self._file_of)
 
     def info(self, name: str) -> TensorInfo:
-        """Return a tensor's size and dtype."""
         return self._infos[name]
 
     def stored_dtype(self, name: str) -> str:
-        """Return the dtype as safetensors names it."""
         with _opened(self._file_of[name]) as tensors:
             return tensors.get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor."""
         # The file is mapped, and pages that were read stay in memory until it is closed.
         with _opened(self._file_of[name]) as tensors:
             return tensors.get_tensor(name)

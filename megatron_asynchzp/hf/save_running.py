@@ -32,8 +32,10 @@ def save_hf(
     between two steps. Collective over the world; rank 0 writes.
 
     Args:
-        model, dtype, vocab_size: See stream_weights, also for the memory that it takes.
+        model: See stream_weights, also for the memory that it takes.
         output: A new or empty directory, which is written completely or not at all.
+        dtype: See stream_weights.
+        vocab_size: See stream_weights.
         max_file_nbytes: Size of a weight file.
 
     Raises:

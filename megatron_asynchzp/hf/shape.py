@@ -102,11 +102,9 @@ class ModelShape:
 
     @property
     def heads_per_group(self) -> int:
-        """Number of query heads that share a key and value head."""
         return self.num_heads // self.num_query_groups
 
     def size_of(self, dim: str) -> int:
-        """Return the size of a dimension of Megatron's tensors, by its name in mapping.py."""
         sizes = {
             "hidden": self.hidden_size,
             "head": self.head_dim,
@@ -125,7 +123,7 @@ class ModelShape:
 
 
 def describe_difference(
-    where: str, shape: ModelShape, missing: list[str], foreign: list[str]
+    source: str, shape: ModelShape, missing: list[str], foreign: list[str]
 ) -> str:
     """Return a line that names missing tensors and tensors that no rule maps."""
     differences = []
@@ -133,4 +131,4 @@ def describe_difference(
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
             differences.append(f"{verb} {', '.join(names[:3])}{rest}")
-    return f"{where} is not a {shape.family} model: it {'; it '.join(differences)}"
+    return f"{source} is not a {shape.family} model: it {'; it '.join(differences)}"

@@ -63,7 +63,6 @@ def find_checkpoint(
 
 
 def read_arguments_of(checkpoint: Path) -> Namespace:
-    """Return Megatron's arguments of a checkpoint, or raise ConfigurationError without them."""
     import megatron.core  # noqa: F401  # lets torch read classes of Megatron
 
     try:
@@ -85,7 +84,6 @@ class TensorReader:
 
     @functools.cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Every tensor's size and dtype, by key."""
         entries = self._metadata.state_dict_metadata
         return {key: it for key, it in entries.items() if isinstance(it, TensorStorageMetadata)}
 
@@ -110,8 +108,6 @@ class TensorReader:
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Loads the pieces of one tensor into it."""
-
     def __init__(self, target: Tensor):
         super().__init__()
         self._target = target

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Streams the weights of a running Megatron model in the names of transformers.
-
-Owns what is gathered, sent and converted when.
-"""
+"""Streams the weights of a running Megatron model in the names of transformers."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -186,23 +183,19 @@ class WeightStream:
 
     @property
     def is_receiver(self) -> bool:
-        """Whether this rank gets the tensors."""
         return self._rank in self._routes.receivers
 
     def dtype_of(self, rule: TensorRule) -> torch.dtype:
-        """Return the dtype in which the receivers get a rule's tensors."""
         return self._dtype or self._dtypes[self._keys[rule.key]]
 
     # Gathered tensors require no gradient. torch.no_grad() would keep the last yielded tensor alive
     # while the next is made.
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See stream_weights."""
         for job, elements in self._delivered():
             yield from job.convert(self._joined(job, elements)[0], self.shape)
 
     def changes(self) -> Iterator[WeightDelta]:
-        """See stream_changes."""
         for job, elements in self._delivered():
             whole, changed = self._joined(job, elements)
             flags = None if changed is None else dict(job.convert(changed, self.shape))
@@ -212,8 +205,7 @@ class WeightStream:
                     yield delta
 
     def _delivered(self) -> Iterator[tuple[Job, Elements]]:
-        """Yield each job in order of use with received elements, from which the caller removes
-        those of the job. Yields nothing on ranks that do not receive."""
+        """Yield each job in order of use, on receivers, with elements for the caller to remove."""
         exchanges = self._exchanges()
         last_uses = {
             box.address[:2]: index
@@ -256,8 +248,10 @@ class WeightStream:
     # ---- units
 
     def _boxes_to_gather(self, jobs: Sequence[Job]) -> Iterator[HeldBox]:
-        """Yield the boxes of units that this rank gathers: it, or a rank that gathers the unit with
-        it, sends or keeps them."""
+        """Yield the boxes of units that this rank gathers.
+
+        It, or a rank that gathers the unit with it, sends or keeps them.
+        """
         for box in self._boxes_of(jobs):
             if self._rank not in box.holders:
                 continue
@@ -271,7 +265,6 @@ class WeightStream:
                 yield box
 
     def _gather(self, address: Address) -> "_GatheredUnit":
-        """Gather the unit that holds a box of this address."""
         self._model[address.chunk].runtime.settle()
         unit = unit_at(self._model, address)
         marks = None if self._since is None else whole_marks(unit, self._since)
@@ -361,7 +354,6 @@ class _GatheredUnit(NamedTuple):
 
 
 def _arguments() -> Any:
-    """Return Megatron's arguments."""
     from megatron.training import get_args
 
     return get_args()

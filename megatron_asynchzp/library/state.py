@@ -90,7 +90,7 @@ class ShardedState(torch.Tensor):
         raise ConfigurationError(_ONLY_SAVED)
 
     def data_ptr(self) -> int:
-        """[Note: staged]"""
+        """See [Note: staged]."""
         _refuse_unless_staged()
         return 0
 

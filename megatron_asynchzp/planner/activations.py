@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how many bytes autograd keeps of each part of a layer from forward to backward, on one rank
-and for one micro-batch.
+"""Owns the bytes that autograd keeps of a layer's parts for backward, per rank and micro-batch.
 
 Derived from what autograd saves in Megatron 0.19's layers: each function names the tensors. With
-LOCAL kernels, which are Megatron's own on a CPU, a test holds them against a count of every tensor.
-FUSED kernels are those of Transformer Engine with flash attention, by the same rule. A test holds
-them, but with "scores", against a count on an emulated device, in bf16 and FP8.
+LOCAL kernels, Megatron's own on a CPU, a test compares them with a count of every tensor. FUSED
+kernels are Transformer Engine's with flash attention; a test compares them, except with "scores",
+with a count on an emulated device, in bf16 and FP8.
 """
 
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ class RunShape:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a rank in one micro-batch."""
+        """Tokens of a rank in a micro-batch."""
         return self.batch.tokens / self.parallel.cp
 
     @property
@@ -94,10 +93,7 @@ class RunShape:
 
     @property
     def quantised_nbytes(self) -> float:
-        """Bytes of two quantised copies of a number that projections multiply, 0 without.
-
-        They are not counted with adapters.
-        """
+        """Bytes of two quantised copies of a number that projections multiply; 0 with adapters."""
         return self.kernels.copies_nbytes if self.model.adapters is None else 0.0
 
     @property
@@ -112,14 +108,15 @@ class RunShape:
 
     @property
     def hidden_nbytes(self) -> float:
-        """Bytes of the hidden states between two layers."""
         return self.outside * self.model.hidden * self.model.itemsize
 
 
 def norm_nbytes(width: float, tokens: float, setting: RunShape) -> float:
-    """Return a norm's bytes without its output, which the next projection keeps. torch's RMSNorm
-    computes in fp32 and keeps its input and, for its weight's gradient, the normalized input in
-    it; LayerNorm keeps its input and two numbers a token."""
+    """Return a norm's bytes without its output, which the next projection keeps.
+
+    torch's RMSNorm computes in fp32 and keeps its input and, for its weight's gradient, the
+    normalized input; LayerNorm keeps its input and two numbers a token.
+    """
     if setting.model.norm_numel == 1 and not setting.kernels.is_fused:
         copies = 2 if setting.model.itemsize != _FP32 else 1
         copies -= setting.model.adapters is not None
@@ -131,7 +128,7 @@ def norm_nbytes(width: float, tokens: float, setting: RunShape) -> float:
 
 
 def _rope_nbytes(rotated: float, setting: RunShape) -> float:
-    """Return the bytes of sine and cosine, once for queries and once for keys."""
+    """Return the bytes of sine and cosine, for queries and for keys."""
     if not setting.kernels.has_rope or setting.kernels.is_fused:
         return 0.0
     return 4 * setting.batch.seq_length * rotated * setting.model.itemsize
@@ -143,8 +140,11 @@ def _rope_nbytes(rotated: float, setting: RunShape) -> float:
 def _core_nbytes(
     heads: float, queries: float, values: float, kept: float, setting: RunShape
 ) -> float:
-    """Return the bytes that core attention keeps. queries, values: channels of all heads of a rank;
-    kept: channels of queries, keys and values as projected, some kept by the core as they are."""
+    """Return the bytes that core attention keeps.
+
+    queries, values: channels of all heads of a rank; kept: channels of queries, keys and values as
+    projected, some kept by the core as they are.
+    """
     token_nbytes = setting.tokens * setting.model.itemsize
     match setting.kernels.core:
         case "flash":
@@ -160,8 +160,10 @@ def _core_nbytes(
 
 
 def _scores_nbytes(heads: float, setting: RunShape) -> float:
-    """The softmax, once in the dtype it was computed in and once for the product with the values
-    where that differs; the dropped softmax and its mask; which keys are hidden."""
+    """Return the bytes of the softmax, dropped and masked.
+
+    The product with the values keeps it again if its dtype differs.
+    """
     size, per_pair = setting.model.itemsize, float(setting.model.itemsize)
     if setting.kernels.is_softmax_fp32 and size != _FP32:
         per_pair += _FP32
@@ -220,8 +222,10 @@ def _latent_nbytes(part: LatentAttention, setting: RunShape) -> float:
 
 
 def _mamba_nbytes(part: Mamba, setting: RunShape) -> float:
-    """The input of each projection, what the first one made, and the convolution's output; the
-    fused scan computes the rest again."""
+    """Return the bytes of the projections' inputs and first output, and the convolution's output.
+
+    The fused scan computes the rest again.
+    """
     tp, size = setting.parallel.tp, setting.model.itemsize
     inner = part.num_heads * part.head_dim / tp
     states = 2 * part.num_groups * part.state_dim / tp
@@ -239,8 +243,8 @@ def _activation_nbytes(
 ):
     """Return bytes between two projections of `rows` tokens. is_weighted: times a router's weight.
 
-    Gated, with LOCAL kernels: both halves, the activation of one, the other (copied), their
-    product; without a gate the first projection's output and its activation.
+    Gated, with LOCAL kernels: both halves, the activation of the first, a copy of the second, and
+    their product. Without a gate: the first projection's output and its activation.
     """
     if setting.kernels.is_fused:
         kept = 2.0 + 1.0 if is_gated else 2.0
@@ -288,8 +292,11 @@ def _experts_nbytes(part: Experts, setting: RunShape) -> float:
 
 
 def _adapters_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Return the bytes that a layer of frozen projections keeps more, or less: an adapter keeps its
-    projection's input and what lies between its own two; a projection without one keeps nothing."""
+    """Return the bytes that a layer of frozen projections keeps more, or less.
+
+    An adapter keeps its projection's input and the product of its first matrix; a projection
+    without an adapter keeps nothing.
+    """
     adapters, parallel = setting.model.adapters, setting.parallel
     if adapters is None or not isinstance(layer.mixer, Attention) or not isinstance(layer.mlp, Mlp):
         return 0.0
@@ -309,9 +316,9 @@ def _adapters_nbytes(layer: Layer, setting: RunShape) -> float:
 
 
 def layer_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Bytes that one layer keeps for backward where it is not computed again as a whole.
+    """Return the bytes that a layer keeps for backward unless it is recomputed as a whole.
 
-    The hidden states that enter it are counted where a norm keeps them.
+    The layer's input counts if a norm keeps it.
     """
     nbytes = 0.0
     norms = sum(part is not None for part in (layer.mixer, layer.mlp))
@@ -337,9 +344,11 @@ def layer_nbytes(layer: Layer, setting: RunShape) -> float:
 
 
 def gradient_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Gradients of activations that live at once at most in the backward pass of one layer: those
-    between the projections of its MLP, and quantised copies, or of the pairs of its core attention.
-    Beside an adapter the second projection's input has two gradients, until they are added."""
+    """Return the most bytes of activations' gradients that live at once in a layer's backward.
+
+    They are those between the projections of its MLP, with quantised copies, or of the pairs of its
+    core attention. With an adapter the second projection's input has two, until they are added.
+    """
     size, ffn, rows = setting.model.itemsize, 0.0, setting.tokens
     adapters = setting.model.adapters
     match layer.mlp:
@@ -354,19 +363,21 @@ def gradient_nbytes(layer: Layer, setting: RunShape) -> float:
 
 
 def loss_nbytes(setting: RunShape) -> float:
-    """Return the logits' bytes at most, with Megatron's cross entropy over tensor-parallel ranks:
-    their own and those of an fp32 copy, from which the gradient is made in place."""
+    """Return the most bytes of logits, with Megatron's cross entropy over tensor-parallel ranks.
+
+    They are the logits and an fp32 copy, in which the gradient is made.
+    """
     per_logit = _FP32 + (setting.model.itemsize if setting.model.itemsize != _FP32 else 0)
     return setting.tokens * setting.model.vocabulary / setting.parallel.tp * per_logit
 
 
 def final_norm_nbytes(setting: RunShape) -> float:
-    """The last norm and its output, which the logits' projection keeps."""
+    """Return the bytes of the last norm and its output, which the logits' projection keeps."""
     return norm_nbytes(setting.model.hidden, setting.outside, setting) + setting.hidden_nbytes
 
 
 def buffer_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Megatron's own attention writes its scores to one buffer, which all layers share."""
+    """Return the bytes of the buffer for scores that all layers share in Megatron's attention."""
     if not isinstance(layer.mixer, (Attention, LatentAttention)):
         return 0.0
     return setting.pairs * layer.mixer.num_heads / setting.parallel.tp * setting.model.itemsize

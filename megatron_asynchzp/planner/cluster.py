@@ -46,7 +46,6 @@ class Device:
 
     @property
     def usable_nbytes(self) -> float:
-        """Bytes of memory for a model."""
         return GIB * (self.memory_gib - self.reserved_gib)
 
 
@@ -64,7 +63,7 @@ class Link:
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def reached(self, message_nbytes: float) -> float:
-        """Bytes per second of one link with messages of this size."""
+        """Return bytes per second with messages of this size."""
         points = self.efficiency
         place = bisect_left(points, (message_nbytes,))
         if place == 0:
@@ -254,9 +253,9 @@ class Ring:
         """Return the cost of one turn of the ring with a whole tensor of `nbytes`.
 
         n - 1 messages of nbytes / n follow each other on each link. A piece passes every rank, so
-        the latency is the sum over one turn. All links work at the same time, and the slowest sets
-        the pace. On a shared link or card the messages of other ranks fill the time in which a rank
-        waits for its next message, all but the last.
+        the latency is the sum over one turn. All links work at once, and the slowest sets the pace.
+        On a shared link or card the messages of other ranks fill the time in which a rank waits for
+        its next message, except the last.
         """
         if self.size == 1:
             return Cost()

@@ -62,32 +62,32 @@ def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
     return cluster
 
 
-def _read(kind: type, entries: Any, where: str) -> Any:
-    """Return a `kind` of these entries; messages have `where` before the name of a field."""
+def _read(kind: type, entries: Any, place: str) -> Any:
+    """Build a `kind` from these entries; messages put `place` before the name of a field."""
     if not isinstance(entries, dict):
-        raise ConfigurationError(f"{where.rstrip('.')}: is not a table")
+        raise ConfigurationError(f"{place.rstrip('.')}: is not a table")
     known = {each.name: each for each in fields(kind)}
     for name in entries:
         if name not in known:
-            raise ConfigurationError(f"{where}{name}: is not one of {', '.join(sorted(known))}")
+            raise ConfigurationError(f"{place}{name}: is not one of {', '.join(sorted(known))}")
     values = {}
     for name, each in known.items():
         if name in entries:
-            values[name] = _value(name, each.type, entries[name], f"{where}{name}")
+            values[name] = _value(name, each.type, entries[name], f"{place}{name}")
         elif each.default is MISSING:
-            raise ConfigurationError(f"{where}{name}: is missing")
+            raise ConfigurationError(f"{place}{name}: is missing")
     return kind(**values)
 
 
-def _value(name: str, kind: Any, value: Any, where: str) -> Any:
+def _value(name: str, kind: Any, value: Any, place: str) -> Any:
     if kind in _TABLES:
-        return _read(_TABLES[kind], value, f"{where}.")
+        return _read(_TABLES[kind], value, f"{place}.")
     if kind is bool and not isinstance(value, bool):
-        raise ConfigurationError(f"{where}: {value!r} is neither true nor false")
+        raise ConfigurationError(f"{place}: {value!r} is neither true nor false")
     if kind is str and not isinstance(value, str):
-        raise ConfigurationError(f"{where}: {value!r} is not a text")
+        raise ConfigurationError(f"{place}: {value!r} is not a text")
     if kind is int and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigurationError(f"{where}: {value!r} is not a whole number of at least 1")
+        raise ConfigurationError(f"{place}: {value!r} is not a whole number of at least 1")
     if kind is float:
         low, high = "above 0" if name in _ABOVE_0 else "of at least 0", math.inf
         if name == "efficiency":
@@ -97,12 +97,12 @@ def _value(name: str, kind: Any, value: Any, where: str) -> Any:
             number = float(value)
         is_low = number < 0 or (name in _ABOVE_0 and number == 0)
         if not math.isfinite(number) or is_low or number > high:
-            raise ConfigurationError(f"{where}: {value!r} is not a number {low}")
+            raise ConfigurationError(f"{place}: {value!r} is not a number {low}")
         return number
-    return value if kind in (bool, str, int) else _curve(value, where)
+    return value if kind in (bool, str, int) else _curve(value, place)
 
 
-def _curve(pairs: Any, where: str) -> tuple[tuple[float, float], ...]:
+def _curve(pairs: Any, place: str) -> tuple[tuple[float, float], ...]:
     curve: list[tuple[float, float]] = []
     try:
         for nbytes, part in pairs:
@@ -113,12 +113,12 @@ def _curve(pairs: Any, where: str) -> tuple[tuple[float, float], ...]:
     except (TypeError, ValueError):
         curve = []
     if not curve:
-        raise ConfigurationError(f"{where}: {_CURVE}")
+        raise ConfigurationError(f"{place}: {_CURVE}")
     return tuple(curve)
 
 
 def cluster_toml(cluster: Cluster) -> str:
-    """Return the text of a file of which `read_cluster` makes `cluster`."""
+    """Return a file's text that `read_cluster` turns into `cluster`."""
     lines = []
     for each in fields(Cluster):
         value = getattr(cluster, each.name)

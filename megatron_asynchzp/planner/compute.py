@@ -70,7 +70,6 @@ class ComputeTimes:
         return unit.flops + self._core_attention_flops(unit)
 
     def _busy_s(self, unit: Unit, flops: float, passes: int = 1) -> float:
-        """Return the seconds of `flops`, which include `passes` passes of core attention."""
         device, core = self.cluster.device, 0.0
         if device.attention_tflops:
             core = passes * self._core_attention_flops(unit)
@@ -124,10 +123,7 @@ class ComputeTimes:
         return collectives
 
     def sent_in(self, units: Iterable[Unit]) -> dict[tuple[str, str], tuple[float, float]]:
-        """Return the seconds for which a micro-batch waits, and a link is in use, by name and link.
-
-        They are those of forward and backward of `units`.
-        """
+        """Return the seconds of waiting, and of each link's use, in a micro-batch of `units`."""
         total = defaultdict[tuple[str, str], tuple[float, float]](lambda: (0.0, 0.0))
         for unit in units:
             is_again = self.recompute.granularity == "full" and unit.kind in _COMPUTED_AGAIN
@@ -152,7 +148,7 @@ class ComputeTimes:
 
     @cached_property
     def send_s(self) -> float:
-        """Seconds to send one micro-batch's hidden states to the next stage."""
+        """Seconds to send a micro-batch's hidden states to the next stage."""
         parallel, cluster = self.parallel, self.cluster
         parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
         nbytes = self.batch.tokens / parts * self.model.hidden * self.model.itemsize

@@ -66,7 +66,6 @@ class Costing(RankBytes):
         )
 
     def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:
-        """Return the actions of a step on a rank of `stage`."""
         units = self.units[stage]
         is_tied = any(unit.kind == "output" and unit.numel == 0 for unit in units)
         order_units = [self.order_unit(unit, is_tied) for unit in units]
@@ -75,13 +74,11 @@ class Costing(RankBytes):
         return StepOrder(order_units, visits, phases, self.plan.schedule, self.plan.overlaps_params)
 
     def phases(self, stage: int, micro_batches: int) -> list[Phase]:
-        """Return the phases of a step on a rank of `stage`."""
         parallel = self.plan.parallel
         return stage_phases(stage, parallel.pp, parallel.virtual, micro_batches)
 
     @cached_property
     def compute(self) -> ComputeTimes:
-        """Times of computation."""
         plan = self.plan
         return ComputeTimes(self.model, plan.parallel, plan.batch, plan.recompute, self.cluster)
 
@@ -99,13 +96,13 @@ class Costing(RankBytes):
         return replace(self, plan=replace(self.plan, sizes=sizes), known={})
 
     def work(self, kind: int, unit: Unit) -> list[Transfer]:
-        """Return the transfers of an operation on `unit`, in their order."""
+        """Return the transfers of an operation on `unit`, in order."""
         if unit.numel == 0:
             return []
         return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
 
     def collectives(self, kind: int, unit: Unit) -> list[Collective]:
-        """Return the collectives of an operation on `unit`, in their order."""
+        """Return the collectives of an operation on `unit`, in order."""
         sends_codes = self.plan.wire.gathers_codes and unit.kind in IN_FP8
         in_codes = unit.matrix_numel if sends_codes else 0
         group = self.groups[unit.group]
@@ -128,7 +125,6 @@ class Costing(RankBytes):
         return [known[key] for key in keys]
 
     def optimizer_s(self, stage: int) -> float:
-        """Return the seconds of the optimizer in a step."""
         nbytes = 0.0
         for unit in filter(lambda unit: unit.is_trained, self.units[stage]):
             sizes, numel = self.groups[unit.group].sizes, self.padded(unit) if unit.numel else 0
@@ -137,11 +133,9 @@ class Costing(RankBytes):
 
     @cached_property
     def _stages(self) -> dict[int, list[Stage]]:
-        """Stages of a step, by the number of micro-batches."""
         return {}
 
     def stages(self, micro_batches: int) -> list[Stage]:
-        """Return the pipeline stages of a step."""
         if micro_batches in self._stages:
             return self._stages[micro_batches]
         stages = self._stages[micro_batches] = []
@@ -155,7 +149,6 @@ class Costing(RankBytes):
     # ---- results
 
     def simulate(self, micro_batches: int, with_spans: bool = False) -> Step:
-        """Simulate every action of a step."""
         return simulate(
             self.stages(micro_batches),
             self.cluster.runs_ahead,
@@ -188,7 +181,6 @@ class Costing(RankBytes):
         return max(self._of_step(partial(self._left, stage), _extrapolate) for stage in stages)
 
     def _left(self, stage: int, micro_batches: int) -> float:
-        """Return the bytes that leave a node of a stage in a step."""
         units = self.units[stage]
         groups = [self.groups[unit.group] for unit in units]
         actions = self.stages(micro_batches)[stage].order.actions
@@ -210,7 +202,6 @@ class Costing(RankBytes):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step on all ranks."""
         parallel, batch = self.plan.parallel, self.plan.batch
         replicas = self.cluster.num_ranks // (parallel.tp * parallel.cp * parallel.pp)
         return batch.tokens * batch.num_micro_batches * replicas
@@ -225,7 +216,7 @@ def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit
     """Return the calls of a forward through a model chunk.
 
     The root is around everything, experts and adapters are within their layer, tied words within
-    their embedding and again within the output layer.
+    the embedding and again within the output layer.
     """
     visits: list[Visit] = []
     root = embedding = None

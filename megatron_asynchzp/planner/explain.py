@@ -25,12 +25,12 @@ def limit(best: Candidate) -> str:
     count = costing.plan.batch.num_micro_batches
     links = {link: times.links_s.get(link, 0.0) / step_s for link in (INSIDE, BETWEEN)}
     sent: dict[str, float] = {}
-    for (what, link), (waited_s, busy_s) in costing.compute.sent_in(units).items():
+    for (cause, link), (waited_s, busy_s) in costing.compute.sent_in(units).items():
         links[link] += count * busy_s / step_s
-        sent[what] = sent.get(what, 0.0) + count * waited_s / step_s
+        sent[cause] = sent.get(cause, 0.0) + count * waited_s / step_s
     exposed, bubble = times.exposed_s / step_s, times.bubble_s / step_s
     computing = times.compute_s / step_s - sum(sent.values())
-    named = [f"{what} {share:.0%}" for what, share in sent.items() if share >= _NAMED]
+    named = [f"{cause} {share:.0%}" for cause, share in sent.items() if share >= _NAMED]
     parts = (
         f"computing takes {computing:.0%} of the step, waiting for "
         f"{', '.join([f'communication {exposed:.0%}', *named])}, for other stages {bubble:.0%}; "
@@ -43,22 +43,25 @@ def limit(best: Candidate) -> str:
         ours = "the bandwidth between nodes" if link == BETWEEN else "the bandwidth inside nodes"
     # In a pipeline some waiting for neighbours is the order of things.
     waits_for = {**sent, ours: exposed, "the pipeline's bubble": bubble if bubble > 0.2 else 0.0}
-    what = max(waits_for, key=lambda name: waits_for[name])
-    what = what if waits_for[what] >= _MUCH else "computing"
-    return f"limited by {what}: {parts}"
+    cause = max(waits_for, key=lambda name: waits_for[name])
+    cause = cause if waits_for[cause] >= _MUCH else "computing"
+    return f"limited by {cause}: {parts}"
 
 
 def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
     """Compare each other system in one line: how much longer its step is, and why."""
-    return [_against(one.name, found, best) for one, found in outcome.contenders.items()]
+    return [
+        _against(contender.name, candidate, best)
+        for contender, candidate in outcome.contenders.items()
+    ]
 
 
 def stay(outcome: Outcome, best: Candidate) -> str:
     """Name the systems over which little or nothing is gained, "" for none."""
     gains = {
-        one.name: found.step_s / best.step_s - 1
-        for one, found in outcome.contenders.items()
-        if found is not None
+        contender.name: candidate.step_s / best.step_s - 1
+        for contender, candidate in outcome.contenders.items()
+        if candidate is not None
     }
     lines = []
     for least, most, advice in (
@@ -75,7 +78,6 @@ def stay(outcome: Outcome, best: Candidate) -> str:
 
 
 def worth(gain: float) -> str:
-    """Judge a change that makes steps shorter by `gain`."""
     if gain <= PLAIN:
         return "Stay where you are"
     if gain <= MEAN_ERROR:
@@ -87,9 +89,9 @@ def choice(outcome: Outcome) -> str:
     """Say what the star in the table marks."""
     best, fastest = outcome.best, outcome.ranked[0]
     assert best is not None
-    if best is fastest or best.step_s <= min(one.step_s for one in outcome.ranked):
+    if best is fastest or best.step_s <= min(candidate.step_s for candidate in outcome.ranked):
         return "* the fastest plan, whose flags follow"
-    first = min(outcome.ranked, key=lambda one: one.step_s)
+    first = min(outcome.ranked, key=lambda candidate: candidate.step_s)
     slower = best.step_s / first.step_s - 1
     reason = f"the sizes of {best.scheme}"
     if best.scheme not in FLAT:
@@ -98,22 +100,22 @@ def choice(outcome: Outcome) -> str:
     return f"* the plan whose flags follow: {slower:.2%} slower than the fastest, with {reason}"
 
 
-def _against(name: str, other: Candidate | None, best: Candidate) -> str:
-    if other is None:
+def _against(name: str, candidate: Candidate | None, best: Candidate) -> str:
+    if candidate is None:
         return f"{name}: no plan of it fits into the memory"
-    sizes = other.plan.sizes
-    ours, theirs = best.step, other.step
+    sizes = candidate.plan.sizes
+    ours, theirs = best.step, candidate.step
     assert ours is not None and theirs is not None
-    ratio = other.step_s / best.step_s
+    ratio = candidate.step_s / best.step_s
     reasons: list[str] = []
-    for what, seconds in (("waiting", "exposed_s"), ("computing", "compute_s")):
+    for cause, seconds in (("waiting", "exposed_s"), ("computing", "compute_s")):
         more = getattr(theirs.worst, seconds) - getattr(ours.worst, seconds)
         if abs(more) > 0.005 * best.step_s:
-            reasons.append(f"{abs(more):.3g} s {'more' if more > 0 else 'less'} {what}")
-    sent, sends = best.costing.node_nbytes, other.costing.node_nbytes
+            reasons.append(f"{abs(more):.3g} s {'more' if more > 0 else 'less'} {cause}")
+    sent, sends = best.costing.node_nbytes, candidate.costing.node_nbytes
     if sends != sent:
         reasons.append(f"{sends / 1e9:.3g} against {sent / 1e9:.3g} GB that leave a node")
-    held = (other.costing.memory.total - best.costing.memory.total) / GIB
+    held = (candidate.costing.memory.total - best.costing.memory.total) / GIB
     if abs(held) >= 0.1:
         reasons.append(f"{abs(held):.1f} GiB {'more' if held > 0 else 'less'} memory")
     text = f"{name} ({sizes.param}, {sizes.grad}, {sizes.optim}): {ratio:.3f} x the step"
@@ -122,14 +124,18 @@ def _against(name: str, other: Candidate | None, best: Candidate) -> str:
 
 def hierarchy(outcome: Outcome, best: Candidate) -> str:
     """Say whether shard sizes of our own are worth it here."""
-    flat = [one for name, one in outcome.baselines.items() if one is not None and name != "HSDP"]
+    flat = [
+        candidate
+        for name, candidate in outcome.baselines.items()
+        if candidate is not None and name != "HSDP"
+    ]
     if best.scheme in FLAT:
         gain = best.step_s / outcome.ranked[0].step_s - 1
         behind = f"the fastest other sizes gain {gain:.2%}" if gain > 0 else "none is faster"
         return f"hierarchy does not pay here: {best.scheme} is as good ({behind})"
     if not flat:
         return "hierarchy pays here: neither ZeRO-3 nor the distributed optimizer fits"
-    plain = min(flat, key=lambda one: one.step_s)
+    plain = min(flat, key=lambda candidate: candidate.step_s)
     gain = plain.step_s / best.step_s - 1
     links = (
         f"{plain.scheme}, whose busiest link is busy for {plain.busiest_link:.0%} of its step in "
@@ -165,22 +171,21 @@ def saving(costing: Costing, step_s: float, is_async: bool, interval: int | None
 
 
 def missed(outcome: Outcome, space: Space) -> str:
-    """Describe a plan that may be faster and needs more memory than there is; "" for none."""
+    """Describe a plan that may be faster and needs more memory than a device has; "" for none."""
     if outcome.out_of_memory is None or outcome.best is None:
         return ""
-    one, bound_s = outcome.out_of_memory
-    more = _amount(one.costing.memory.total - space.cluster.device.usable_nbytes)
-    sizes = one.plan.sizes
+    best, bound_s = outcome.out_of_memory
+    more = _amount(best.costing.memory.total - space.cluster.device.usable_nbytes)
+    sizes = best.plan.sizes
     return (
         f"a faster plan may be out of memory: ({sizes.param}, {sizes.grad}, {sizes.optim}) in "
-        f"micro-batches of {one.plan.batch.size} with recomputation "
-        f"{one.plan.recompute.granularity} needs {more} more on a device, and its step takes at "
+        f"micro-batches of {best.plan.batch.size} with recomputation "
+        f"{best.plan.recompute.granularity} needs {more} more on a device, and its step takes at "
         f"least {bound_s:.3g} s"
     )
 
 
 def _amount(nbytes: float) -> str:
-    """Format bytes, rounded up."""
     if nbytes >= 0.1 * GIB:
         return f"{ceil(10 * nbytes / GIB) / 10:.1f} GiB"
     return f"{ceil(nbytes / 2**20)} MiB"

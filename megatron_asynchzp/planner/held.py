@@ -69,7 +69,6 @@ class RankBytes:
 
     @property
     def setting(self) -> RunShape:
-        """Inputs of the formulas for activations."""
         plan = self.plan
         return RunShape(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
 
@@ -77,7 +76,6 @@ class RankBytes:
 
     @property
     def dense_ranks(self) -> int:
-        """Ranks of a dense sharding group."""
         parallel = self.plan.parallel
         return self.cluster.num_ranks // (parallel.tp * parallel.pp)
 
@@ -98,7 +96,6 @@ class RankBytes:
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
-        """Units of each stage."""
         model, plan = self.model, self.plan
 
         def make() -> tuple[tuple[Unit, ...], ...]:
@@ -110,7 +107,6 @@ class RankBytes:
         return self.once(("units", plan.parallel, plan.batch), make)
 
     def padded(self, unit: Unit) -> int:
-        """Return the elements of a unit's flat buffer."""
         return self.groups[unit.group].padded(unit.aligned_numel)
 
     def _outer_traffic(self, unit: Unit) -> OuterTraffic:
@@ -156,7 +152,6 @@ class RankBytes:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of the rank that needs most."""
         return max(map(self.stage_memory, range(self.plan.parallel.pp)), key=lambda of: of.total)
 
     def stage_memory(self, stage: int) -> Memory:
@@ -191,7 +186,6 @@ class RankBytes:
         )
 
     def _buffers_nbytes(self) -> float:
-        """Return the bytes of the engine's communicators on a rank."""
         used: set[GroupKey] = {unit.group for units in self.units for unit in units if unit.numel}
         number = sum(self.groups[key].num_communicators for key in used)
         return MIB * self.cluster.device.communicator_mib * number
@@ -302,5 +296,4 @@ class RankBytes:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into the device's memory."""
         return self.memory.total <= self.cluster.device.usable_nbytes

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how many bytes one rank needs: at rest, in flight, for activations and logits, at its peak
-while it starts and while it trains. Must not import Megatron or torch.distributed.
+"""Owns a rank's bytes: at rest, in flight, for activations and logits, and the peak.
+
+Must not import Megatron or torch.distributed.
 """
 
 from collections import Counter
@@ -33,7 +34,7 @@ def state_nbytes(
     main_grad: int = _FP32,
     is_trained: bool = True,
 ) -> dict[str, float]:
-    """AsyncHZP section 3, without padding: b N/P, and where trained 4 N/G, 4 N/O and m N/O.
+    """AsyncHZP section 3, without padding: b N/P, and for trained units 4 N/G, 4 N/O and m N/O.
 
     b: itemsize of the model's parameters (fp32 ones are their own main parameters); moments: bytes
     of the optimizer's states per element, m: 8 for Adam in fp32, 4 with both moments in bf16;
@@ -49,13 +50,16 @@ def state_nbytes(
 
 
 def total_nbytes(units: Iterable[tuple[Mapping[str, float], bool]]) -> dict[str, float]:
-    """Return the bytes on the device by state. units: bytes of each by state, and whether its
-    optimizer states are on the host; then their update takes room."""
+    """Return the bytes on the device by state.
+
+    units: bytes of each by state, and whether its optimizer states are on the host, whose update
+    needs room on the device.
+    """
     total, moved = Counter[str](), list[float]()
-    for found, is_on_host in units:
+    for nbytes_of, is_on_host in units:
         away = (_MAIN, _MOMENTS) if is_on_host else ()
-        moved.append(sum(found[state] for state in away))
-        for state, nbytes in found.items():
+        moved.append(sum(nbytes_of[state] for state in away))
+        for state, nbytes in nbytes_of.items():
             total[state] += 0 if state in away else nbytes  # pyright: ignore[reportArgumentType]
     if any(moved):
         total[_ROOM] += room_nbytes(moved)  # pyright: ignore[reportArgumentType]
@@ -105,8 +109,11 @@ class Activations:
 
 
 def micro_batches_in_flight(setting: RunShape, stage: int) -> float:
-    """How many micro-batches a rank of `stage` holds activations of at most, in whole stages: with
-    virtual stages a part of one for each model chunk (Megatron's 1F1B schedules)."""
+    """Return how many micro-batches' activations a rank of `stage` holds at most.
+
+    They count whole stages: with virtual stages a micro-batch is a fraction for each model chunk
+    (Megatron's 1F1B schedules).
+    """
     pp, virtual, number = (
         setting.parallel.pp,
         setting.parallel.virtual,
@@ -119,10 +126,10 @@ def micro_batches_in_flight(setting: RunShape, stage: int) -> float:
 
 
 def _kept_of_layers(layers: Sequence[Layer], setting: RunShape) -> float:
-    """Return the bytes that the layers of one model chunk keep of one micro-batch."""
+    """Return the bytes that the layers of a model chunk keep of a micro-batch."""
     recompute, per_layer = (
         setting.recompute,
-        [activations.layer_nbytes(one, setting) for one in layers],
+        [activations.layer_nbytes(layer, setting) for layer in layers],
     )
     if recompute.granularity != "full":
         return sum(per_layer)
@@ -133,13 +140,13 @@ def _kept_of_layers(layers: Sequence[Layer], setting: RunShape) -> float:
 
 
 def _working(layers: Sequence[Layer], setting: RunShape) -> float:
-    """Return the bytes of layers computed again together, and of one layer's activation gradients.
+    """Return the bytes of layers recomputed together, and of a layer's activation gradients.
 
     Recomputing a block of first layers begins when backward has freed all the others.
     """
-    gradients = max((activations.gradient_nbytes(one, setting) for one in layers), default=0.0)
+    gradients = max((activations.gradient_nbytes(layer, setting) for layer in layers), default=0.0)
     whole = replace(setting, recompute=activations.Recompute())
-    full = [activations.layer_nbytes(one, whole) for one in layers]
+    full = [activations.layer_nbytes(layer, whole) for layer in layers]
     match setting.recompute.granularity:
         case "full":
             number = setting.recompute.num_layers
@@ -148,7 +155,7 @@ def _working(layers: Sequence[Layer], setting: RunShape) -> float:
             else:
                 again = max(0.0, max(full[:number], default=0.0) - sum(full[number:]))
         case "selective":
-            kept = (activations.layer_nbytes(one, setting) for one in layers)
+            kept = (activations.layer_nbytes(layer, setting) for layer in layers)
             again = max((a - b for a, b in zip(full, kept, strict=True)), default=0.0)
         case _:
             again = 0.0
@@ -156,19 +163,18 @@ def _working(layers: Sequence[Layer], setting: RunShape) -> float:
 
 
 def stage_activations(setting: RunShape, stage: int) -> Activations:
-    """Return the bytes of a rank's activations in pipeline stage `stage`."""
     chunks = chunk_layers(setting.model, setting.parallel, stage)
     layers = [layer for chunk in chunks for layer in chunk]
     is_last = stage == setting.parallel.pp - 1
     mtp = setting.model.mtp if is_last else ()
-    one = sum(_kept_of_layers(chunk, setting) for chunk in chunks)
+    nbytes = sum(_kept_of_layers(chunk, setting) for chunk in chunks)
     if stage == 0 and setting.model.adapters and setting.recompute.granularity != "full":
         # Before the first adapter nothing has a gradient.
-        one -= activations.norm_nbytes(setting.model.hidden, setting.outside, setting)
+        nbytes -= activations.norm_nbytes(setting.model.hidden, setting.outside, setting)
     if setting.parallel.pp > 1:  # what a stage received, for as long as its gradient is not sent
         received = setting.parallel.virtual - (stage == 0)  # the model's first chunk reads tokens
-        one += setting.hidden_nbytes * received
-    kept = one * micro_batches_in_flight(setting, stage)
+        nbytes += setting.hidden_nbytes * received
+    kept = nbytes * micro_batches_in_flight(setting, stage)
     logits = buffer = 0.0
     if is_last:
         # The last norm and the predictions of further tokens belong to one micro-batch at a time.
@@ -219,12 +225,10 @@ class Memory:
         buffers: float = 0.0,
         away: float = 0.0,
     ) -> "Memory":
-        """in_flight: of each model chunk.
-        copies: on a CPU.
-        preview: of an update that is computed ahead.
-        quantised: copies of weights.
-        buffers: of communicators.
-        away: see Memory.
+        """Sum up a rank.
+
+        in_flight: of each model chunk; copies: on a CPU; preview: of an early update; quantised:
+        copies of weights; buffers: of communicators; away: see Memory.
         """
         total = Counter[str]()
         for chunk in in_flight:
@@ -240,7 +244,7 @@ class Memory:
         }
         return cls(
             at_rest,
-            {**total, **{what: float(nbytes) for what, nbytes in beside.items() if nbytes}},
+            {**total, **{kind: float(nbytes) for kind, nbytes in beside.items() if nbytes}},
             whole_unit,
             active,
             copied_params=more.params,
@@ -266,8 +270,7 @@ class Memory:
 
     @property
     def working(self) -> float:
-        """Bytes while one layer is differentiated. Autograd's gradients of its parameters appear as
-        its activations are freed."""
+        """Bytes during the backward of a layer, whose activations give way to gradients."""
         own_grads = self.whole_unit if self.own_grads is None else self.own_grads
         return self.activations.working + max(0.0, own_grads - self.activations.whole_layer)
 
@@ -275,8 +278,8 @@ class Memory:
     def training(self) -> float:
         """The peak of a step: while the loss is computed, or in the backward pass of a layer.
 
-        What a backend copies may come on top. Where it does not run beside the computation, a unit
-        is gathered before its backward and reduced when its activations are free.
+        A backend's copies may be added. Without overlap with the computation, a unit is gathered
+        before its backward and reduced after its activations are free.
         """
         beside = max(self.activations.logits, self.working)
         if self.copies_beside:
@@ -289,7 +292,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The highest of all."""
         return max(self.start, self.training)
 
     def left_of(self, device_nbytes: float) -> float:

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a model as plain numbers: its layers, their parameters on one rank, and the forward FLOPs of
-one micro-batch. Must not import Megatron or torch.distributed.
+"""Owns a model as plain numbers: its layers, and a rank's parameters and forward FLOPs.
 
-Every count is of one rank: after tensor, pipeline, context and expert parallelism, before the
-sharding over data-parallel ranks.
+Must not import Megatron or torch.distributed. Every count is of a rank and a micro-batch: after
+tensor, pipeline, context and expert parallelism, before the sharding over data-parallel ranks.
 """
 
 from collections import Counter
@@ -143,14 +142,13 @@ class Parallel:
 
     @property
     def expert_group(self) -> GroupKey:
-        """The sharding group of experts: one of their own where their copies are elsewhere."""
+        """The sharding group of experts, another one if expert parallelism moves their copies."""
         return "expert" if self.ep > 1 or self.experts_tp != self.tp else "dense"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of a data-parallel replica, `size` sequences of `seq_length` tokens; and how
-    many of them a step has."""
+    """A micro-batch of a data-parallel replica, `size` sequences of `seq_length` tokens."""
 
     size: int
     seq_length: int
@@ -163,59 +161,50 @@ class Batch:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered, used and released together, and what they compute.
-
-    kind: what holds them ("experts" are units beside their layer where expert parallelism divides
-        them, and where they are used group by group; "adapters" of a layer are beside it too;
-        "positions" are an embedding's, beside the words that the output layer uses too).
-    chunk: of the rank's model chunks.
-    shapes: of its tensors on this rank, with how many there are of each.
-    flops: forward, of one micro-batch on this rank (the backward pass takes twice as many,
-        recomputation once more).
-    source: the layer, None for the rest.
-    words_numel: of the weight of words, in an embedding or an output layer.
-    is_trained: what is frozen has parameters and no other state.
-    """
+    """Parameters that are gathered, used and released together, and their computation."""
 
     name: str
+    # the holder: "experts" are units outside their layer if expert parallelism divides them or they
+    # are used group by group; "adapters" too; "positions" are an embedding's, outside the words
+    # that the output layer shares
     kind: Literal["embedding", "positions", "layer", "experts", "adapters", "mtp", "output", "root"]
-    shapes: Mapping[Shape, int]
+    shapes: Mapping[Shape, int]  # of its tensors on this rank -> number of each
+    # forward, of a micro-batch on this rank (backward takes twice as many, recomputation once more)
     flops: float = 0.0
     group: GroupKey = "dense"
-    chunk: int = 0
-    source: Layer | None = field(default=None, repr=False)
-    words_numel: int = 0
-    is_trained: bool = True
+    chunk: int = 0  # index among the rank's model chunks
+    source: Layer | None = field(default=None, repr=False)  # the layer, None for the rest
+    words_numel: int = 0  # elements of the words' weight, in an embedding or an output layer
+    is_trained: bool = True  # frozen units have parameters and no other state
 
     @cached_property
     def numels(self) -> dict[int, int]:
         """Number of its tensors of each size, by their elements."""
-        found = Counter[int]()
+        numels = Counter[int]()
         for shape, count in self.shapes.items():
-            found[round(prod(shape))] += count
-        return found
+            numels[round(prod(shape))] += count
+        return numels
 
     @cached_property
     def numel(self) -> int:
-        """Parameters on this rank."""
         return sum(numel * count for numel, count in self.numels.items())
 
     @cached_property
     def aligned_numel(self) -> int:
-        """Parameters on this rank, where each tensor begins at an alignment of the flat buffer."""
+        """Parameters on this rank, with each tensor at an alignment of the flat buffer."""
         return sum(
             round_up(numel, PARAM_ALIGNMENT_NUMEL) * count for numel, count in self.numels.items()
         )
 
     @cached_property
     def matrix_numel(self) -> int:
-        """Elements of what Muon takes for matrices: neither vectors nor the weights of words."""
+        """Elements that Muon treats as matrices: neither vectors nor the weights of words."""
         two = (round(prod(shape)) * n for shape, n in self.shapes.items() if len(shape) == 2)
         return sum(two) - self.words_numel
 
     @property
     def layer(self) -> str:
-        """The name of the unit that it is needed together with; "" for what is around all."""
+        """The name of the layer that needs it at the same time; "" for the root."""
         if self.kind == "positions":
             return "embedding"
         return "" if self.kind == "root" else self.name.removesuffix(f".{self.kind}")
@@ -271,14 +260,13 @@ def _mamba(part: Mamba, model: Model, tp: int) -> list[Shape]:
 
 
 def _mlp(ffn: float, is_gated: bool, model: Model, has_bias: bool | None = None) -> list[Shape]:
-    """ffn: of this rank."""
     has_bias = model.has_bias if has_bias is None else has_bias
     first = _linear(model.hidden, ffn * (1 + is_gated), has_bias)
     return first + _linear(ffn, model.hidden, has_bias)
 
 
 def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
-    """Return the shapes of an experts' layer beside them: of the router and the shared experts."""
+    """Return the shapes of the router and the shared experts of an experts' layer."""
     shapes = _linear(model.hidden, part.num_experts, part.has_router_bias)
     if part.shared_ffn:
         shapes += _mlp(part.shared_ffn / tp, part.is_gated, model, has_bias=False)
@@ -287,7 +275,7 @@ def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
 
 
 def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
-    """Return the shapes of one layer's parameters on a rank, without its experts."""
+    """Return the shapes of a layer's parameters on a rank, without its experts."""
     tp, shapes = parallel.tp, []
     for part in (layer.mixer, layer.mlp):
         shapes += _norm(model.hidden, model) if part is not None else []
@@ -307,7 +295,6 @@ def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
 
 
 def _expert(part: Experts, model: Model, parallel: Parallel) -> list[Shape]:
-    """One of those of a layer."""
     return _mlp(part.ffn / parallel.experts_tp, part.is_gated, model)
 
 
@@ -315,7 +302,7 @@ def _expert(part: Experts, model: Model, parallel: Parallel) -> list[Shape]:
 
 
 def mixer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) -> float:
-    """Forward FLOPs of attention or Mamba; causal attention counts half of its scores."""
+    """Return forward FLOPs of attention or Mamba; causal attention counts half of its scores."""
     tokens, tp, part = batch.tokens / parallel.cp, parallel.tp, layer.mixer
     pairs = tokens * batch.seq_length / 2
     match part:
@@ -336,15 +323,15 @@ def mixer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) ->
 
 
 def expert_flops(part: Experts, model: Model, parallel: Parallel, batch: Batch) -> float:
-    """Forward FLOPs of routed experts on a rank, where the router balances them."""
-    one = _numel(_expert(part, model, parallel))
+    """Return forward FLOPs of routed experts on a rank, balanced by the router."""
+    numel = _numel(_expert(part, model, parallel))
     # Expert parallelism moves tokens between replicas: on average each rank computes as many.
     tokens = batch.tokens / parallel.cp * parallel.experts_tp / parallel.tp
-    return 2 * tokens * part.topk * one
+    return 2 * tokens * part.topk * numel
 
 
 def layer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) -> float:
-    """Forward FLOPs of one layer on a rank, without its routed experts."""
+    """Return forward FLOPs of a layer on a rank, without its routed experts."""
     tokens, flops = batch.tokens / parallel.cp, mixer_flops(layer, model, parallel, batch)
     match layer.mlp:
         case Mlp():
@@ -356,7 +343,6 @@ def layer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) ->
 
 
 def output_flops(model: Model, parallel: Parallel, batch: Batch) -> float:
-    """Forward FLOPs of the logits on a rank."""
     return 2 * batch.tokens / parallel.cp * model.hidden * model.vocabulary / parallel.tp
 
 
@@ -364,8 +350,7 @@ def output_flops(model: Model, parallel: Parallel, batch: Batch) -> float:
 
 
 def chunk_layers(model: Model, parallel: Parallel, stage: int) -> tuple[tuple[Layer, ...], ...]:
-    """The decoder layers of each model chunk of a pipeline stage. Raises ValueError where layers
-    cannot be shared out."""
+    """Return the decoder layers of each model chunk of a stage, or raise ValueError."""
     parts = parallel.pp * parallel.virtual
     counts = parallel.stage_layers
     if counts is None:
@@ -402,14 +387,16 @@ def _layer_units(
 
 
 def without_experts(unit: Unit, model: Model, parallel: Parallel) -> int:
-    """Elements of the matrices of a layer's unit that are none of its experts'."""
+    """Return the elements of a layer's matrices without its experts'."""
     assert unit.source is not None
     return replace(unit, shapes=Counter(_layer(unit.source, model, parallel))).matrix_numel
 
 
 def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
-    """Return the shapes of the projection of hidden states beside the next tokens' embeddings. Its
-    parameters are around the layer: they belong to the root."""
+    """Return the shapes of the projection of hidden states and the next tokens' embeddings.
+
+    Its parameters belong to the root, which is around the layer.
+    """
     return _linear(2 * model.hidden, model.hidden / parallel.tp, False)
 
 
@@ -425,8 +412,10 @@ def projections(part: Attention, mlp: Mlp, model: Model) -> dict[str, tuple[floa
 
 
 def _with_adapters(unit: Unit, model: Model, parallel: Parallel, batch: Batch) -> list[Unit]:
-    """The unit, frozen; of a layer its adapters beside it. Both of an adapter's matrices are split
-    over the tensor-parallel ranks, as Megatron's parallel layers do it."""
+    """Yield the unit, frozen, and a layer's adapters.
+
+    Tensor-parallel ranks split both of an adapter's matrices, as Megatron's parallel layers do.
+    """
     frozen, layer = replace(unit, is_trained=False), unit.source
     if model.adapters is None or layer is None:
         return [frozen]
@@ -446,8 +435,7 @@ def _words(model: Model, parallel: Parallel) -> Shape:
 
 
 def _embedding(chunk: int, model: Model, parallel: Parallel) -> list[Unit]:
-    """One unit; but a weight that is used elsewhere too, on this stage or on the last, is one of
-    its own."""
+    """Yield a unit, and another for a weight that is used elsewhere too."""
     words = _words(model, parallel)
     shape = model.num_positions, model.hidden
     positions = Counter[Shape]({shape: 1} if model.num_positions else {})
@@ -461,7 +449,7 @@ def _embedding(chunk: int, model: Model, parallel: Parallel) -> list[Unit]:
 
 
 def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> tuple[Unit, ...]:
-    """The units of a rank of pipeline stage `stage`, in the order of the forward pass."""
+    """Return the units of a rank of pipeline stage `stage`, in the order of the forward pass."""
     units: list[Unit] = []
     words = _words(model, parallel)
     last_chunk = parallel.virtual - 1
@@ -489,5 +477,5 @@ def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> t
         held = round(prod(words)) * has_weight
         units.append(Unit("output", "output", weights, flops, chunk=last_chunk, words_numel=held))
     if model.adapters is not None:
-        units = [one for unit in units for one in _with_adapters(unit, model, parallel, batch)]
+        units = [part for unit in units for part in _with_adapters(unit, model, parallel, batch)]
     return tuple(units)

@@ -103,7 +103,6 @@ class StepOrder:
     # ---- for the chunks
 
     def submit(self, kind: int, unit: int, after: Iterable[int | None]) -> int:
-        """Add an action and return its index."""
         deps = {action for action in after if action is not None}
         if self.schedule.is_inline and self.actions:
             deps.add(len(self.actions) - 1)
@@ -111,7 +110,6 @@ class StepOrder:
         return len(self.actions) - 1
 
     def compute(self, unit: int, after: Iterable[int | None]) -> int:
-        """Add the computation with a unit."""
         self._last_compute = self.submit(COMPUTE, unit, (*after, *self.waited))
         self.waited = ()
         return self._last_compute
@@ -138,7 +136,6 @@ class StepOrder:
 
     @property
     def last_compute(self) -> int | None:
-        """Index of the last computation."""
         return self._last_compute
 
     def mark(self) -> _Mark:
@@ -147,7 +144,6 @@ class StepOrder:
         return (*last, *self.waited)
 
     def await_action(self, action: int) -> None:
-        """Let the next computation wait for `action`."""
         self.waited += (action,)
 
 
@@ -286,7 +282,6 @@ class _Chunk:
         }
 
     def run(self, phase: Phase) -> None:
-        """Add the actions of a phase."""
         if phase.is_forward:
             self._forward(self._visits)
             return

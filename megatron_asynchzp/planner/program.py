@@ -28,7 +28,7 @@ class OrderUnit:
 
 @dataclass(frozen=True)
 class Visit:
-    """A call of the module that holds the unit `unit`, with those inside it, in their order."""
+    """A call of the module that holds the unit `unit`, with the calls inside it, in order."""
 
     unit: int
     inner: tuple["Visit", ...] = ()

@@ -43,7 +43,7 @@ _SIMULATED = 40
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its costs. step: simulated, None before that."""
+    """A plan with its costs. step: None before the simulation."""
 
     costing: Costing
     step: Step | None = None
@@ -59,9 +59,9 @@ class Candidate:
 
     @property
     def busiest_link(self) -> float:
-        """The part of the step for which a link of some stage is busy."""
+        """The largest fraction of the step for which a link is busy."""
         assert self.step is not None
-        busy = (seconds for one in self.step.stages for seconds in one.links_s.values())
+        busy = (seconds for stage in self.step.stages for seconds in stage.links_s.values())
         return max(busy, default=0.0) / self.step_s
 
     @property
@@ -70,13 +70,12 @@ class Candidate:
 
     @cached_property
     def scheme(self) -> str:
-        """The name of sizes that other systems have; "" for those that are AsyncHZP's alone."""
+        """The name of sizes that other systems have; "" if only AsyncHZP has them."""
         return next((name for name, system in _SCHEMES.items() if self.is_of(system)), "")
 
-    def is_of(self, other: Contender) -> bool:
-        """Whether it has that system's sizes."""
+    def is_of(self, contender: Contender) -> bool:
         sizes = self.plan.sizes
-        numbers = other.numbers(self.costing.dense_ranks, self.ranks_in_node)
+        numbers = contender.numbers(self.costing.dense_ranks, self.ranks_in_node)
         return (sizes.param, sizes.grad, sizes.optim) == numbers
 
     @property
@@ -88,7 +87,7 @@ class Candidate:
 
 
 def _neighbours(best: Candidate, kept: Mapping[str, int]) -> Iterator[Plan]:
-    """Plans with another size of one state, of those that `shard_divisors` leaves out."""
+    """Yield plans with another size of a state, from those that `shard_divisors` omits."""
     ranks, in_node = best.costing.dense_ranks, best.ranks_in_node
     tried = shard_divisors(ranks, in_node)
     left_out = [size for size in all_divisors(ranks, in_node) if size not in tried]
@@ -122,24 +121,37 @@ class Outcome:
 
     @property
     def best(self) -> Candidate | None:
-        """Plan as good as the fastest that sends little off a node: one of another system, with no
-        busier links than the fastest, or else the fastest of them."""
+        """The plan among those as good as the fastest that sends little off a node.
+
+        Another system's plan wins if its links are no busier than the fastest plan's; otherwise the
+        fastest of them wins.
+        """
         if not self.ranked:
             return None
         fastest = self.ranked[0]
         busiest = max(RESERVE, fastest.busiest_link)
-        as_good = [one for one in self.ranked if one.step_s <= (1 + PLAIN) * fastest.step_s]
-        least = min(one.costing.node_nbytes for one in as_good)
-        light = [one for one in as_good if one.costing.node_nbytes <= LIGHT * least]
-        plain = (one for one in light if one.scheme in FLAT and one.busiest_link <= busiest)
+        as_good = [
+            candidate
+            for candidate in self.ranked
+            if candidate.step_s <= (1 + PLAIN) * fastest.step_s
+        ]
+        least = min(candidate.costing.node_nbytes for candidate in as_good)
+        light = [
+            candidate for candidate in as_good if candidate.costing.node_nbytes <= LIGHT * least
+        ]
+        plain = (
+            candidate
+            for candidate in light
+            if candidate.scheme in FLAT and candidate.busiest_link <= busiest
+        )
         return next(plain, light[0])
 
 
 def _bounds_of(costing: Costing) -> tuple[float, float]:
-    """Return a lower bound of a step, and an estimate of it, in seconds, from what does not depend
-    on the order: much is equal between plans.
+    """Return a lower bound of a step and an estimate, in seconds, for any order of operations.
 
     A step is no shorter than what a rank computes, and than what each link and each lane carries.
+    The results are shared between plans.
     """
     plan = costing.plan
     parallel, schedule, count = plan.parallel, plan.schedule, plan.batch.num_micro_batches
@@ -149,7 +161,9 @@ def _bounds_of(costing: Costing) -> tuple[float, float]:
     keeps = schedule.keep_params_nbytes > 0, schedule.keep_grads_nbytes > 0
     carried = costing.once(
         ("carried", parallel, plan.sizes, plan.wire, schedule.grad_slot_nbytes, keeps),
-        lambda: [one for stage in range(parallel.pp) for one in _carried(costing, stage, *keeps)],
+        lambda: [
+            times for stage in range(parallel.pp) for times in _carried(costing, stage, *keeps)
+        ],
     )
     worst = max((count * each + once for each, once in carried), default=0.0)
     ends = max((once for _, once in carried), default=0.0)
@@ -171,8 +185,10 @@ def _computing_s(costing: Costing) -> float:
 def _carried(
     costing: Costing, stage: int, keeps_params: bool, keeps_grads: bool
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each link, and of each lane, whose operations and latencies follow
-    each other: for each micro-batch, and once in a step."""
+    """Return the seconds of each link and each lane, per micro-batch and per step.
+
+    A lane's operations and latencies follow each other.
+    """
     # With a budget as little as once in a step.
     times = {
         GATHER: (0, 1) if keeps_params else (2, 0),
@@ -195,9 +211,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
-    """Every plan has a lower bound of its step; the most promising ones are simulated.
+    """Bound the step of every plan, and simulate the most promising ones.
 
-    Raises ConfigurationError where the memory in flight that is allowed is too little for any.
+    Raises:
+        ConfigurationError: the budget for memory in flight is too small for every plan.
     """
     rated: list[tuple[float, float, Costing]] = []
     too_large: list[tuple[float, Costing]] = []
@@ -219,8 +236,8 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
             too_large.append((bound, costing))
     progress("plans", len(every), len(every))
     if refused and len(refused) == len(every):
-        _ = min(refused, key=lambda one: one.least_in_flight).memory  # raises
-    rated.sort(key=lambda one: (one[0], one[2].memory.total))
+        _ = min(refused, key=lambda rating: rating.least_in_flight).memory  # raises
+    rated.sort(key=lambda rating: (rating[0], rating[2].memory.total))
     chosen = _promising(rated)
     simulated: list[Candidate] = []
     for done, costing in enumerate(chosen):
@@ -244,7 +261,7 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
     return Outcome(
         tuple(ranked),
         {
-            name: next((one for one in ranked if one.scheme == name), None)
+            name: next((rating for rating in ranked if rating.scheme == name), None)
             for name in ("ZeRO-3", "HSDP", "distributed optimizer")
         },
         len(every),
@@ -257,12 +274,14 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
 
 
 def _promising(rated: Sequence[tuple[float, float, Costing]]) -> list[Costing]:
-    """The first ones, and of every scheme that other systems have the two best."""
+    """Return the first ones, and the two best of every scheme that other systems have."""
     chosen = [costing for _, _, costing in rated[:_SIMULATED]]
     of_scheme: dict[str, int] = {}
     for _, _, costing in rated:
-        one = Candidate(costing)
-        name = one.scheme or next((other.name for other in CONTENDERS if one.is_of(other)), "")
+        candidate = Candidate(costing)
+        name = candidate.scheme or next(
+            (contender.name for contender in CONTENDERS if candidate.is_of(contender)), ""
+        )
         of_scheme[name] = of_scheme.get(name, 0) + 1
         if name and of_scheme[name] <= 2 and costing not in chosen:
             chosen.append(costing)
@@ -271,9 +290,9 @@ def _promising(rated: Sequence[tuple[float, float, Costing]]) -> list[Costing]:
 
 def _contenders(ranked: Sequence[Candidate]) -> dict[Contender, Candidate | None]:
     """Plan each contender with the batch and recomputation best with its sizes in our schedule."""
-    found: dict[Contender, Candidate | None] = {}
+    plans: dict[Contender, Candidate | None] = {}
     for contender in CONTENDERS:
-        like = next((one for one in ranked if one.is_of(contender)), None)
+        like = next((candidate for candidate in ranked if candidate.is_of(contender)), None)
         if (
             contender.needs_nodes
             and ranked
@@ -283,23 +302,25 @@ def _contenders(ranked: Sequence[Candidate]) -> dict[Contender, Candidate | None
         if like is not None:
             costing = replace(like.costing, plan=contender.plan(like.plan), known={})
             like = Candidate(costing, costing.step())
-        found[contender] = like
-    return found
+        plans[contender] = like
+    return plans
 
 
 def _ranked(simulated: Iterable[Candidate]) -> list[Candidate]:
-    found = sorted(simulated, key=lambda one: one.step_s)
+    rest = sorted(simulated, key=lambda candidate: candidate.step_s)
     ranked: list[Candidate] = []
-    while found:
-        limit = (1 + _EQUAL) * found[0].step_s
-        equal = [one for one in found if one.step_s <= limit]
-        equal.sort(key=lambda one: (one.costing.node_nbytes, one.costing.memory.total))
+    while rest:
+        limit = (1 + _EQUAL) * rest[0].step_s
+        equal = [candidate for candidate in rest if candidate.step_s <= limit]
+        equal.sort(
+            key=lambda candidate: (candidate.costing.node_nbytes, candidate.costing.memory.total)
+        )
         ranked += equal
-        found = found[len(equal) :]
+        rest = rest[len(equal) :]
     best_depth: dict[object, Candidate] = {}
-    for one in ranked:
-        plan = one.plan
-        best_depth.setdefault((plan.sizes, plan.parallel, plan.batch, plan.recompute), one)
+    for candidate in ranked:
+        plan = candidate.plan
+        best_depth.setdefault((plan.sizes, plan.parallel, plan.batch, plan.recompute), candidate)
     return list(best_depth.values())
 
 
@@ -309,8 +330,8 @@ def _missed(
     """Return the plan nearest to fitting whose bound is under the best step, with that bound."""
     if not ranked:
         return None
-    faster = [one for one in too_large if one[0] < (1 - PLAIN) * ranked[0].step_s]
+    faster = [bounded for bounded in too_large if bounded[0] < (1 - PLAIN) * ranked[0].step_s]
     if not faster:
         return None
-    bound, costing = min(faster, key=lambda one: one[1].memory.total)
+    bound, costing = min(faster, key=lambda bounded: bounded[1].memory.total)
     return Candidate(costing), bound

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the simulation of one step: for one rank of each pipeline stage, when it computes, when each
-lane moves what, and for how long computation waits.
-"""
+"""Simulates a step on one rank of each pipeline stage: computing, transfers in lanes, waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ Work = Sequence[Transfer]
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Cost of one unit on a rank: seconds to compute a micro-batch, and its operations' work."""
+    """Cost of a unit on a rank: seconds to compute a micro-batch, and its operations' work."""
 
     name: str
     forward_s: float
@@ -53,7 +51,7 @@ class Stage:
 
 
 class Interval(NamedTuple):
-    """Interval of a step as the engine's timeline has it, in seconds from the optimizer on."""
+    """Interval of a step in the engine's timeline, in seconds from the optimizer on."""
 
     lane: str
     name: str
@@ -63,18 +61,17 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a step: computing (with the optimizer and the host's part), waiting for
-    communication, waiting for other stages, and for which each link is busy."""
+    """Seconds of a step."""
 
-    compute_s: float
+    compute_s: float  # with the optimizer and the host's part
     exposed_s: float
     bubble_s: float
-    links_s: dict[str, float] = field(default_factory=dict)
+    links_s: dict[str, float] = field(default_factory=dict)  # for which each link is busy
 
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a simulated step. spans: of each stage, where they were asked for."""
+    """Result of a simulated step. spans: of each stage, if requested."""
 
     step_s: float
     stages: tuple[StageTimes, ...]
@@ -89,8 +86,8 @@ class Step:
 class _Link:
     """A link that the operations on it share evenly, as messages of several collectives do.
 
-    served: seconds of service that an operation has had which was there from the start.
-    waiting: of each operation, what `served` is when it is done, and its node, as a heap.
+    served: seconds of service of an operation that was there from the start. waiting: a heap of
+    each operation's `served` at its end, and its node.
     """
 
     __slots__ = ("number", "served", "since", "waiting")
@@ -106,16 +103,16 @@ class _Link:
         self.since = now
 
     def plan_end(self) -> tuple[float, int]:
-        """When the next operation is done if nothing else comes, and the number of that plan."""
+        """Return when the next operation ends if no other comes, and the number of that plan."""
         self.number += 1
         return self.since + (self.waiting[0][0] - self.served) * len(self.waiting), self.number
 
 
 class _Network:
-    """Nodes of work with what comes before them, and when each ran.
+    """Nodes of work with their predecessors, and when each ran.
 
-    A node has its resource for its length, longer on a link that others are on, and ends when its
-    latency has passed too. What computes has one node at a time: each comes after the one before.
+    A node occupies its resource for its length, longer on a shared link, and ends after its
+    latency. A computing resource runs its nodes one after the other.
     """
 
     def __init__(self, num_resources: int):
@@ -135,8 +132,8 @@ class _Network:
         self.resource.append(resource)
         self.waits.append(len(after))
         self.then.append([])
-        for one in after:
-            self.then[one].append(node)
+        for index in after:
+            self.then[index].append(node)
         return node
 
     def run(self) -> None:
@@ -154,14 +151,14 @@ class _Network:
             end = now
             if node >= 0:
                 begins[node] = now
-                one = resource[node]
-                if one >= 0:
-                    busy[one] += length[node]
-                if (link := links.get(one)) is not None:
+                own = resource[node]
+                if own >= 0:
+                    busy[own] += length[node]
+                if (link := links.get(own)) is not None:
                     link.advance(now)
                     heappush(link.waiting, (link.served + length[node], node))
                     planned, number = link.plan_end()
-                    heappush(heap, (planned, ~one, number))
+                    heappush(heap, (planned, ~own, number))
                     continue
                 end += length[node]
             else:
@@ -177,19 +174,22 @@ class _Network:
             end += latency[node]
             ends[node] = end
             done += 1
-            for other in then[node]:
-                if end > ready[other]:
-                    ready[other] = end
-                waits[other] -= 1
-                if waits[other] == 0:
-                    heappush(heap, (ready[other], other, 0))
+            for follower in then[node]:
+                if end > ready[follower]:
+                    ready[follower] = end
+                waits[follower] -= 1
+                if waits[follower] == 0:
+                    heappush(heap, (ready[follower], follower, 0))
         if done < count:
             raise RuntimeError(f"{count - done} operations of the step wait for each other")
 
 
 class _StageNodes:
-    """The nodes of one stage. computing: (action, node, arrival) of each computation, where arrival
-    is the node that brings what another stage hands over."""
+    """The nodes of a stage.
+
+    computing: (action, node, arrival) of each computation, where arrival is the node that receives
+    another stage's output.
+    """
 
     def __init__(self, index: int, stage: Stage):
         self.index, self.stage = index, stage
@@ -220,7 +220,7 @@ class _StageNodes:
                     rebuilt = last[-1:] if stage.order.schedule.is_inline else ()
                     main = self.prepared = add(computes, stage.host_s, (main, *rebuilt))
                 phase = phases[phase_index]
-                deps = [main, *(last[one] for one in after)]
+                deps = [main, *(last[action] for action in after)]
                 arrival = None
                 if phase_index != before_phase:
                     before_phase = phase_index
@@ -235,7 +235,7 @@ class _StageNodes:
                 self.computing.append((index, main, arrival))
                 last.append(main)
                 continue
-            deps = [lane_last[kind], *(last[one] for one in after)]
+            deps = [lane_last[kind], *(last[action] for action in after)]
             if not runs_ahead:
                 deps.append(main)
             first = node = -1
@@ -261,42 +261,42 @@ class _StageNodes:
             exposed += begin[node] - ready
             compute += network.length[node]
             reached = end[node]
-        synced = max([reached, *(end[self.last[one]] for one in self.stage.order.waits)])
+        synced = max([reached, *(end[self.last[action]] for action in self.stage.order.waits)])
         exposed += synced - reached
         busy = {link: network.busy[self.resource(link)] for link in _RESOURCES}
         return StageTimes(compute, exposed, bubble + step_s - synced, busy)
 
     def finished(self, network: _Network) -> float:
-        waits = (network.end[self.last[one]] for one in self.stage.order.waits)
+        waits = (network.end[self.last[action]] for action in self.stage.order.waits)
         return max([network.end[node] for _, node, _ in self.computing[-1:]] + list(waits))
 
     def spans(self, network: _Network, step_s: float) -> tuple[Interval, ...]:
         begin, end, stage = network.begin, network.end, self.stage
-        found = [Interval("capture", "step", 0.0, step_s)]
+        spans = [Interval("capture", "step", 0.0, step_s)]
         if stage.optimizer_s:
-            found.append(Interval("compute", "optimizer", 0.0, stage.optimizer_s))
+            spans.append(Interval("compute", "optimizer", 0.0, stage.optimizer_s))
         reached = end[self.prepared]
         if stage.host_s:
-            found.append(Interval("compute", "host", begin[self.prepared], reached))
+            spans.append(Interval("compute", "host", begin[self.prepared], reached))
         for index, node, arrival in self.computing:
             action = stage.order.actions[index]
             name = stage.costs[action.unit].name
             ready = max(reached, end[arrival]) if arrival is not None else reached
             if begin[node] > ready:
-                found.append(Interval("wait", name, ready, begin[node]))
+                spans.append(Interval("wait", name, ready, begin[node]))
             is_forward = stage.phases[action.phase].is_forward
             direction = "forward" if is_forward else "backward"
-            found.append(Interval("compute", f"{direction} {name}", begin[node], end[node]))
+            spans.append(Interval("compute", f"{direction} {name}", begin[node], end[node]))
             reached = end[node]
-        synced = max([reached, *(end[self.last[one]] for one in stage.order.waits)])
+        synced = max([reached, *(end[self.last[awaited]] for awaited in stage.order.waits)])
         if synced > reached:
-            found.append(Interval("wait", "gradients", reached, synced))
+            spans.append(Interval("wait", "gradients", reached, synced))
         for index, first, last in self.lanes:
             action = stage.order.actions[index]
             if end[last] > begin[first]:
                 name = stage.costs[action.unit].name
-                found.append(Interval(LANE_NAMES[action.kind], name, begin[first], end[last]))
-        return tuple(found)
+                spans.append(Interval(LANE_NAMES[action.kind], name, begin[first], end[last]))
+        return tuple(spans)
 
 
 def simulate(
@@ -306,11 +306,10 @@ def simulate(
     chunks: int = 1,
     with_spans: bool = False,
 ) -> Step:
-    """One step in the steady state, from one optimizer to the next.
+    """Simulate a step in the steady state, from an optimizer to the next.
 
-    runs_ahead: see Cluster.
-    send_s: from the end of a phase to the begin of the next stage's.
-    chunks: on each rank.
+    runs_ahead: see Cluster. send_s: from the end of a phase to the next stage's begin. chunks: per
+    rank.
     """
     network = _Network(_PER_STAGE * len(stages))
     parts = [_StageNodes(index, stage) for index, stage in enumerate(stages)]

@@ -51,11 +51,13 @@ class Space:
 
 
 def shard_divisors(ranks: int, in_node: int) -> list[int]:
-    """Sizes to try: all divisors of `ranks` that lie within a node or consist of whole nodes; of
-    many, those that are evenly spread, with 1, a node and all ranks."""
-    found = all_divisors(ranks, in_node)
-    kept = {1, ranks} | ({in_node} if in_node in found else set())
-    rest = [size for size in found if size not in kept]
+    """Return sizes to try: divisors of `ranks` within a node or of whole nodes.
+
+    If there are many, some are omitted evenly, but 1, a node and all ranks stay.
+    """
+    divisors = all_divisors(ranks, in_node)
+    kept = {1, ranks} | ({in_node} if in_node in divisors else set())
+    rest = [size for size in divisors if size not in kept]
     room = max(0, _MOST_SIZES - len(kept))
     if len(rest) > room:
         rest = [rest[int((i + 0.5) * len(rest) / room)] for i in range(room)] if room else []
@@ -63,7 +65,7 @@ def shard_divisors(ranks: int, in_node: int) -> list[int]:
 
 
 def all_divisors(ranks: int, in_node: int) -> list[int]:
-    """All divisors of `ranks` that lie within a node or consist of whole nodes."""
+    """Return all divisors of `ranks` that lie within a node or consist of whole nodes."""
     return [
         size
         for size in range(1, ranks + 1)
@@ -90,7 +92,7 @@ def shard_sizes(
 
 
 def parallels(space: Space) -> Iterator[Parallel]:
-    """Parallel sizes to try: the user's own, and others where these may be varied."""
+    """Yield parallel sizes to try: the user's own, and others if the search may vary them."""
     start, cluster, model = space.start.parallel, space.cluster, space.model
     powers = [2**power for power in range(12) if 2**power <= cluster.num_ranks]
     experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
@@ -102,27 +104,26 @@ def parallels(space: Space) -> Iterator[Parallel]:
         for pp in choices("pp"):
             for cp in choices("cp"):
                 for ep in choices("ep") if experts else [1]:
-                    one = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
-                    if one != start:
+                    sizes = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
+                    if sizes != start:
                         if tp > cluster.ranks_per_domain:
                             continue
                         is_sequential = start.sequence_parallel or start.tp == 1
-                        one = replace(
-                            one,
+                        sizes = replace(
+                            sizes,
                             sequence_parallel=is_sequential and tp > 1,
                             virtual=start.virtual if pp == start.pp else 1,
                             stage_layers=start.stage_layers if pp == start.pp else None,
                         )
-                        if any(undivided(model, one, space.start.batch.seq_length)):
+                        if any(undivided(model, sizes, space.start.batch.seq_length)):
                             continue
-                    yield one
+                    yield sizes
 
 
 def undivided(
     model: Model, parallel: Parallel, seq_length: int
 ) -> Iterator[tuple[str, int, str, int]]:
-    """Return what a model's layers refuse: each size that another has to divide and does not, by
-    Megatron's names of both."""
+    """Return each size that must divide another and does not, by Megatron's names of both."""
     tensor = "tensor-model-parallel-size", parallel.tp
     rows: list[tuple[str, int, str, int]] = []
     if parallel.sequence_parallel:
@@ -131,7 +132,7 @@ def undivided(
         chunks = "pipeline-model-parallel-size" + " x virtual stages" * (parallel.virtual > 1)
         rows.append(("num-layers", len(model.layers), chunks, parallel.pp * parallel.virtual))
     layers = dict.fromkeys((*model.layers, *model.mtp))
-    for part in dict.fromkeys(part for one in layers for part in (one.mixer, one.mlp)):
+    for part in dict.fromkeys(part for layer in layers for part in (layer.mixer, layer.mlp)):
         if isinstance(part, Mlp):
             rows += [("ffn-hidden-size", part.ffn, *tensor)]
         elif isinstance(part, Experts):
@@ -152,7 +153,7 @@ def undivided(
 
 
 def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
-    """Micro-batch sizes whose replicas share the global batch out evenly."""
+    """Yield micro-batch sizes whose replicas divide the global batch."""
     replicas, rest = divmod(space.cluster.num_ranks, parallel.tp * parallel.cp * parallel.pp)
     if rest or replicas == 0 or space.global_batch % replicas:
         return
@@ -167,7 +168,7 @@ def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
 
 
 def plans(space: Space) -> Iterator[Plan]:
-    """Every plan of the space, whether it fits or not."""
+    """Yield every plan of the space, whether it fits or not."""
     for parallel in parallels(space):
         tp = parallel.tp
         ranks, rest = divmod(space.cluster.num_ranks, tp * parallel.pp)
@@ -192,7 +193,7 @@ def plans(space: Space) -> Iterator[Plan]:
 
 
 def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:
-    """The memory in flight that is allowed is shared by the model chunks of a rank."""
+    """Divide the allowed memory in flight among the model chunks of a rank."""
     allowed = start.schedule.in_flight_nbytes
     if allowed is not None:
         allowed = allowed * start.parallel.virtual // parallel.virtual

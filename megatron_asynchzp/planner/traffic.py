@@ -25,14 +25,13 @@ _FP32 = 4
 
 
 class Collective(NamedTuple):
-    """One collective of one rank. numel, itemsize: of the whole tensor; axis: size and stride of
-    the mesh axis that it goes along, in ranks of the sharding group."""
+    """A collective of a rank."""
 
     operation: str
-    numel: int
+    numel: int  # of the whole tensor
     itemsize: int
-    size: int
-    stride: int
+    size: int  # ranks on the mesh axis
+    stride: int  # of the axis, in ranks of the sharding group
 
     @property
     def turns(self) -> int:
@@ -41,19 +40,21 @@ class Collective(NamedTuple):
 
     @property
     def wire_nbytes(self) -> int:
-        """Payload that the rank sends. An all-reduce of n elements that the ranks do not divide is
-        counted with equal pieces, as NCCL's; shards always divide here but for tiny units."""
+        """Payload that the rank sends.
+
+        An all-reduce of a number of elements that the ranks do not divide is counted with equal
+        pieces, as NCCL's; shards always divide here except for tiny units.
+        """
         pieces = (self.size - 1) * self.numel * self.itemsize
         return self.turns * pieces // self.size
 
     @property
     def messages(self) -> int:
-        """Messages to other ranks."""
         return self.turns * (self.size - 1)
 
 
 class Axis(NamedTuple):
-    """An axis of the mesh: how many ranks it has, and how far apart they are in the group."""
+    """An axis of the mesh: its ranks, and their distance in the group."""
 
     size: int
     stride: int
@@ -88,30 +89,30 @@ class Group:
     grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES  # see ScheduleConfig
 
     def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
-        """Return axes from a shard of `inner` ranks to one of `outer`, innermost first; the mesh
-        of ShardTopology, without its members."""
+        """Return axes from a shard of `inner` ranks to one of `outer`, innermost first.
+
+        It is the mesh of ShardTopology, without its members.
+        """
         ends = self.sizes.boundaries(self.ranks)
         pairs = [pair for pair in zip(ends, ends[1:]) if inner <= pair[0] and pair[1] <= outer]
         return tuple(Axis(high // low, low) for low, high in pairs)
 
     @property
     def num_communicators(self) -> int:
-        """Communicators of a rank: along an axis gathering and reducing have their own."""
+        """Communicators of a rank: gathering and reducing have their own along each axis."""
         return len(self.axes(1, self.sizes.optim)) + len(self.axes(1, self.ranks))
 
     def padded(self, numel: int) -> int:
-        """Elements of a unit's flat buffer whose parameters take `numel`."""
         return round_up(max(numel, 1), self.sizes.optim * PARAM_ALIGNMENT_NUMEL)
 
 
 def unit_collectives(
     kind: int, padded_numel: int, itemsize: int, group: Group, in_codes: int = 0
 ) -> list[Collective]:
-    """Return the collectives of one operation of `kind` (a lane, see planner/program.py), in order.
+    """Return the collectives of an operation of `kind` (a lane, see planner/program.py), in order.
 
-    itemsize: bytes of a parameter.
-    in_codes: elements that are gathered as FP8 codes; the others travel at the end of a message,
-        which is as long as the rank needs that has most of them: all of them.
+    itemsize: bytes of a parameter. in_codes: elements that are gathered as FP8 codes; the others
+    travel at the end of a message, which is as long as the rank with most of them needs.
     """
     sizes = group.sizes
     if kind == GATHER and in_codes:
@@ -124,10 +125,10 @@ def unit_collectives(
     if kind == PARAM_SYNC:
         return _gathers(padded_numel // sizes.param, itemsize, group.axes(sizes.param, sizes.optim))
     if kind == REDUCE:
-        found: list[Collective] = []
+        collectives: list[Collective] = []
         for numel in grad_piece_numels(padded_numel, sizes.grad, group.grad_slot_nbytes):
-            found += _reductions(numel, group.wire, group.axes(1, sizes.grad))
-        return found
+            collectives += _reductions(numel, group.wire, group.axes(1, sizes.grad))
+        return collectives
     shard = padded_numel // sizes.grad
     synced = _reductions(shard, group.wire, group.axes(sizes.grad, sizes.optim))
     replicas = group.axes(sizes.optim, group.ranks)
@@ -135,39 +136,39 @@ def unit_collectives(
 
 
 def grad_piece_numels(padded_numel: int, shards: int, slot_nbytes: int) -> list[int]:
-    """Elements of each piece in which the gradients of a unit are reduced."""
+    """Return the elements of each piece in which a unit's gradients are reduced."""
     shard, length = padded_numel // shards, piece_length(padded_numel, shards, slot_nbytes)
     return [shards * min(length, shard - start) for start in range(0, shard, length)]
 
 
 def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
-    """Return the all-gathers: that of the outermost axis first, whose result is the least."""
-    found: list[Collective] = []
+    """Return the all-gathers, that of the outermost axis first, whose result is the smallest."""
+    collectives: list[Collective] = []
     for axis in axes:
-        found.append(Collective(ALL_GATHER, numel, itemsize, axis.size, axis.stride))
+        collectives.append(Collective(ALL_GATHER, numel, itemsize, axis.size, axis.stride))
         numel //= axis.size
-    return found[::-1]
+    return collectives[::-1]
 
 
 def _reductions(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
     operation, itemsize = ALL_TO_ALL if wire.is_exchanged else REDUCE_SCATTER, wire.grad_itemsize
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for axis in axes:
-        found.append(Collective(operation, numel, itemsize, axis.size, axis.stride))
+        collectives.append(Collective(operation, numel, itemsize, axis.size, axis.stride))
         numel //= axis.size
-    return found
+    return collectives
 
 
 def _sums(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
     itemsize = wire.grad_itemsize
     if not wire.is_exchanged:
         return [Collective(ALL_REDUCE, numel, itemsize, axis.size, axis.stride) for axis in axes]
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for axis in axes:
         padded = round_up(numel, axis.size)
         for operation in (ALL_TO_ALL, ALL_GATHER):
-            found.append(Collective(operation, padded, itemsize, axis.size, axis.stride))
-    return found
+            collectives.append(Collective(operation, padded, itemsize, axis.size, axis.stride))
+    return collectives
 
 
 # ---- on a cluster
@@ -179,17 +180,15 @@ def ring_of(collective: Collective, group: Group, cluster: Cluster) -> Ring:
 
 
 class Transfer(NamedTuple):
-    """Use of a link by a collective: busy_s seconds where nothing else uses it, and latency_s until
-    the end, in which it does not use the link."""
+    """Use of a link by a collective."""
 
     link: str
-    busy_s: float
-    latency_s: float = 0.0
+    busy_s: float  # seconds if nothing else uses the link
+    latency_s: float = 0.0  # seconds until the end without use of the link
 
 
 def transfers(collectives: Iterable[Collective], group: Group, cluster: Cluster) -> list[Transfer]:
-    """One for each collective."""
-    found: list[Transfer] = []
+    uses: list[Transfer] = []
     for each in collectives:
         ring = ring_of(each, group, cluster)
         link = BETWEEN if ring.crosses_nodes else INSIDE
@@ -201,17 +200,16 @@ def transfers(collectives: Iterable[Collective], group: Group, cluster: Cluster)
             cost = ring.all_reduce(nbytes, cluster)
         else:
             cost = ring.gather(nbytes, cluster)
-        found.append(Transfer(link, pieces * cost.busy_s, pieces * cost.latency_s))
-    return found
+        uses.append(Transfer(link, pieces * cost.busy_s, pieces * cost.latency_s))
+    return uses
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one rank in one step: collectives by kind of operation; and of its node, the bytes
-    that leave it when all its ranks do the same."""
+    """A rank's traffic in a step."""
 
-    collectives: dict[tuple[int, Collective], int]
-    node_nbytes: float
+    collectives: dict[tuple[int, Collective], int]  # by kind of operation
+    node_nbytes: float  # bytes that leave its node if all its ranks do the same
 
     @property
     def wire_nbytes(self) -> int:
@@ -228,10 +226,10 @@ def step_traffic(
     groups: Sequence[Group],
     cluster: Cluster | None = None,
 ) -> Traffic:
-    """The collectives of all `actions`.
+    """Count the collectives of all `actions`.
 
-    collectives: of a kind of operation on a unit, by its number; groups: of each unit.
-    cluster: None where no nodes are asked for.
+    collectives: by kind of operation and number of a unit; groups: of each unit; cluster: None to
+    count no nodes.
     """
     times = Counter((each.kind, each.unit) for each in actions if each.kind != COMPUTE)
     total: Counter[tuple[int, Collective]] = Counter()

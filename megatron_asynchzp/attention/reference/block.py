@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns PASA as training uses it: shifted keys block by block, statistics in fp32, one fixed frame
-of reference, and the backward that belongs to it. The fused kernels do the same arithmetic.
+"""The reference of block mode, with the arithmetic of the fused kernels.
+
+Keys are shifted block by block, statistics are fp32, and all scores have one fixed frame.
 
     S_ij   = scale q_i k'_j + psi_iJ      k'_j = k_j - c_J,  psi_iJ = scale q_i (c_J - c_r)
            = scale q_i k_j - scale q_i c_r: true scores but for one constant per query
@@ -22,14 +23,14 @@ from megatron_asynchzp.attention.mask import AttentionMask
 
 
 class BlockForward(NamedTuple):
-    """The result, and what the backward needs besides the inputs: the LSE in the shifted frame."""
+    """The result, and the LSE in the shifted frame, which backward needs."""
 
     result: AttentionOutput
     shifted_lse_BHS: torch.Tensor
 
 
 class _Block(NamedTuple):
-    """One block of keys as a query sees it; N = R S rows, n keys."""
+    """A block of keys as a query sees it; N = R S rows, n keys."""
 
     keys: slice
     k_BGnD: torch.Tensor
@@ -45,8 +46,10 @@ def block_forward(
     mask: AttentionMask,
     scale: float,
 ) -> BlockForward:
-    """Attention over shifted keys (see shift_keys), with the true LSE. Operands of products have
-    the dtype of q, all else is in fp32 (fp64 for fp64)."""
+    """Attend to shifted keys (see shift_keys), with the true LSE.
+
+    Operands of products have the dtype of q, all else is in fp32 (fp64 for fp64).
+    """
     heads, vector = q_BHSD.shape[1], _wide(q_BHSD.dtype)
     q_BGND = fold_heads(q_BHSD, v_BGTE.shape[1])
     maximum = q_BGND.new_full(q_BGND.shape[:-1], -torch.inf, dtype=vector)
@@ -85,16 +88,16 @@ def block_backward(
     mask: AttentionMask,
     scale: float,
 ) -> AttentionGradients:
-    """Gradients of q, k and v for what block_forward returned.
+    """Compute the gradients of q, k and v for block_forward.
 
         P  = exp(S - L)      D = rowsum(dO o O)      dS = P o (dO V^T - D)
         dV = P^T dO          dK = scale dS^T Q
         dQ = scale sum_J [ dS_J K'_J + r_J (c_J - mean(K)) ],   r_J = rowsum of the rounded dS_J
 
     In exact arithmetic the r_J of a query sum to zero, but each by itself does not: without the
-    r term, dQ loses what the shifts of the blocks differ in. As they sum to zero, any constant
-    may be taken off c_J. With the mean of the keys, dQ is the sum of dS (k - mean(K)), to which
-    the rounding of dS contributes no multiple of the keys' bias, shifted or not.
+    r term, dQ loses the differences between the blocks' shifts. As they sum to zero, any constant
+    may be subtracted from c_J. With the mean of the keys, dQ is the sum of dS (k - mean(K)), to
+    which the rounding of dS contributes no multiple of the keys' bias, shifted or not.
     """
     groups, heads, dtype = v_BGTE.shape[1], q_BHSD.shape[1], q_BHSD.dtype
     q_BGND, vector = fold_heads(q_BHSD, groups), _wide(dtype)
@@ -119,12 +122,12 @@ def block_backward(
 
 
 def _r_term(ds_BGNn: torch.Tensor, c_BG1D: torch.Tensor) -> torch.Tensor:
-    """r_J (c_J - mean(K)): the part of dS_J K_J that K'_J no longer holds."""
+    """Return r_J (c_J - mean(K)): the part of dS_J K_J that K'_J no longer holds."""
     return ds_BGNn.sum(-1, keepdim=True) * c_BG1D
 
 
 def _blocks(q_BGND, shifted: ShiftedKeys, v_BGTE, mask: AttentionMask, scale: float):
-    """Each block of keys with its scores, unmasked; blocks that no query attends are left out."""
+    """Yield each block of keys that some query attends, with its scores, unmasked."""
     matrix, vector = q_BGND.dtype, _wide(q_BGND.dtype)
     num_keys, repeats = v_BGTE.shape[2], q_BGND.shape[2] // mask.num_queries
     score_shift_BGJD = shifted.score_shift_BGJD().to(vector)
@@ -146,8 +149,10 @@ def _blocks(q_BGND, shifted: ShiftedKeys, v_BGTE, mask: AttentionMask, scale: fl
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """a @ b as a matrix unit rounds: summed in fp32 (fp64 for fp64 operands), rounded once to
-    `out_dtype`, the same on every device."""
+    """Return a @ b as a matrix unit rounds it, the same on every device.
+
+    It is summed in fp32 (fp64 for fp64 operands), and rounded once to `out_dtype`.
+    """
     wide = _wide(torch.promote_types(a.dtype, b.dtype))
     return (a.to(wide) @ b.to(wide)).to(out_dtype)
 

@@ -110,7 +110,6 @@ def _stops(pack: Sequence[_Moved]) -> list[int]:
 
 
 def _parts(memory: torch.Tensor, pack: Sequence[_Moved]) -> list[torch.Tensor]:
-    """Return each storage's part of the pack's `memory` (1-D, uint8)."""
     stops = _stops(pack)
     return [memory[stop - item.nbytes : stop] for stop, item in zip(stops, pack, strict=True)]
 

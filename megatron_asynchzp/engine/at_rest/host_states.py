@@ -60,16 +60,13 @@ class _UnitStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states in a place."""
         return sum(aligned_nbytes(values.nbytes) for values in self.on_host.values())
 
     @property
     def has_grads(self) -> bool:
-        """Whether a parameter has a gradient."""
         return any(given_grad(param) is not None for param in self.params)
 
     def begin(self, place: _DevicePlace) -> None:
-        """Copy the states from the host to `place`, on the current stream."""
         self.place, start = place, 0
         for kind, values in self.on_host.items():
             target = place.memory[start : start + values.nbytes].view(values.dtype)
@@ -77,7 +74,6 @@ class _UnitStates:
             start += aligned_nbytes(values.nbytes)
 
     def point_to_device(self, states: _States) -> None:
-        """Point the optimizer's parameters and states at the device."""
         for param, part in zip(self.params, self._parts, strict=True):
             if _MAIN in self.on_device:
                 param.data = self.on_device[_MAIN][part]
@@ -129,12 +125,10 @@ class _UnitStates:
             self._driver.await_event(self.is_stored)
 
     def store(self) -> None:
-        """Copy the states from the device to the host, on the current stream."""
         for kind, values in self.on_device.items():
             self.on_host[kind].copy_(values, non_blocking=True)
 
     def end(self) -> None:
-        """Forget the place."""
         self.place, self.on_device, self.has_come = None, {}, None
 
 
@@ -272,7 +266,6 @@ class HostStates:
 
     @contextmanager
     def making_states(self) -> Generator[None]:
-        """Make the missing states on the host within the block."""
         for states in self._units:
             states.point_to_host()
         yield

@@ -50,7 +50,6 @@ def mark(scheduler: StepScheduler, name: str) -> None:
 
 
 def drop_mark(scheduler: StepScheduler, name: str) -> None:
-    """Stop recording for `name`."""
     scheduler.check_usable()
     check_mark(scheduler, name)
     scheduler.settle()
@@ -59,7 +58,6 @@ def drop_mark(scheduler: StepScheduler, name: str) -> None:
 
 
 def check_mark(scheduler: StepScheduler, name: str) -> None:
-    """Raise ConfigurationError unless there is a mark `name`."""
     names = scheduler.units[0].marks.names  # all units have the same
     if name not in names:
         known = ", ".join(sorted(names)) or "none"
@@ -190,7 +188,6 @@ class _StreamedUnit:
         return self.place.storage if self.nbytes else None
 
     def wait(self) -> None:
-        """Wait for the gather."""
         task, self._task = self._task, None
         if task is not None:
             task.wait()
@@ -252,7 +249,6 @@ class _GatheredTensor:
         return self._shard if memory is None or not self.nbytes else memory
 
     def steps(self, memory: torch.Tensor | None) -> Steps:
-        """Gather the whole on its receivers."""
         shard = self._shard
         if self.is_complete or not self._receivers:
             return None

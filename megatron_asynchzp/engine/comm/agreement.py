@@ -66,7 +66,6 @@ def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the settings of an optimizer's parameter groups."""
     return {
         f"{key} of the optimizer's group {index}": text_of(value)
         for index, group in enumerate(groups)
@@ -144,7 +143,6 @@ def _first_difference(values: list[str]) -> int:
 
 
 def _cut(value: str, start: int) -> str:
-    """Return the part of a long value that differs."""
     begin = max(0, start - _MOST_CHARACTERS // 2) if len(value) > _MOST_CHARACTERS else 0
     part = value[begin : begin + _MOST_CHARACTERS]
     end = "..." if begin + _MOST_CHARACTERS < len(value) else ""

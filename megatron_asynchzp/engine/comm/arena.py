@@ -106,14 +106,12 @@ class Arena(MemoryMap[Any]):
         return place
 
     def bytes_at(self, extent: Extent) -> torch.Tensor:
-        """Return the memory of `extent`: 1-D, uint8."""
         region = next(region for region in self._memory if region[0] <= extent[0] < region[1])
         return self._memory[region][extent[0] - region[0] : extent[1] - region[0]]
 
     # ---- memory
 
     def grow(self, nbytes: int) -> Extent:
-        """Add `nbytes` of memory for good."""
         region = super().grow(nbytes)
         self._allocate(region)
         return region
@@ -132,7 +130,6 @@ class Arena(MemoryMap[Any]):
         self._memory, self._places = {}, {}
 
     def allocate(self) -> None:
-        """Allocate memory again after `free`."""
         for region in self._regions:
             if region not in self._memory:
                 self._allocate(region)

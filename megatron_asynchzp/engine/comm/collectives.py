@@ -53,7 +53,6 @@ def completed(steps: Steps) -> Steps:
 
 
 def finished(rest: Unfinished | None) -> Steps:
-    """Finish the rest of a task now."""
     work, then, _ = rest or Unfinished()
     if work is not None:
         yield work
@@ -227,7 +226,6 @@ def split_for_reduction(
 
 
 def run_steps(steps: Steps) -> None:
-    """Issue and await every collective of `steps`, in order."""
     for work in completed(steps):
         work.wait()
 

@@ -100,11 +100,9 @@ class Driver:
     # ---- failures
 
     def has_failed(self) -> bool:
-        """Return whether a task failed."""
         return self._failure is not None
 
     def raise_failure(self) -> None:
-        """Raise the first failure, if there was one."""
         if self._failure is not None:
             if threading.current_thread() is threading.main_thread():
                 self._main_was_told.set()
@@ -132,12 +130,10 @@ class Driver:
             return True
 
     def fail_and_raise(self, task: Task, error: Exception) -> None:
-        """Raise `error` as the failure of `task`."""
         self.fail_task(task, error)
         self.raise_failure()
 
     def fail_task(self, task: Task, error: BaseException) -> bool:
-        """Call `fail` for an error of `task`."""
         is_of_peer = isinstance(error, (RuntimeError, TimeoutError))
         suspect = (task.lane, task.number, ranks_along(task.axes))
         return self.fail(task.failure(error), suspect if is_of_peer else None)
@@ -247,7 +243,6 @@ class Driver:
             self._watchdog.watch(task.lane, task.has_ended, task)
 
     def complete(self, task: Task) -> None:
-        """Return when `task` is usable; raise the first failure."""
         self.raise_failure()
 
     def close(self) -> None:

@@ -67,7 +67,6 @@ class ShardGroups:
 
     @property
     def all_groups(self) -> set[dist.ProcessGroup]:
-        """Every communicator."""
         axes = (*self.optim_gather_axes, *self.all_reduce_axes)
         return {axis.group for axis in axes}
 

@@ -56,7 +56,6 @@ class WeightGrid:
         return scale
 
     def num_blocks(self, shape: Sequence[int]) -> int:
-        """Return the number of blocks of a weight of this shape."""
         return prod(-(-size // self.side) for size in shape) if self.side else 1
 
 
@@ -168,7 +167,6 @@ class Fp8Gather:
 
     @property
     def is_shorter(self) -> bool:
-        """Whether a message has fewer bytes than in bf16."""
         return self.message_nbytes < 2 * self._numel
 
     def steps(
@@ -188,7 +186,6 @@ class Fp8Gather:
         return followed_by(last, partial(self._decode, wire, 1 / scales, full))
 
     def _magnitudes(self, shard: torch.Tensor, place: int) -> torch.Tensor:
-        """Return the largest magnitude of each block in this shard, fp32."""
         amax = torch.zeros(self._num_blocks, dtype=torch.float32, device=shard.device)
         for part in self._fp8_parts[place]:
             for piece in part.pieces():

@@ -94,7 +94,6 @@ class MainThreadDriver(Driver):
                 task.finish(keeps_handle=self.device.runs_ahead)
 
     def close(self) -> None:
-        """Complete every task, then close."""
         try:
             for task in self._unfinished:
                 task.await_usable()

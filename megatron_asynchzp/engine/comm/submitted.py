@@ -41,13 +41,11 @@ class Submitted:
         self.recent = deque[tuple[int, str]](maxlen=LENGTH), deque[tuple[int, str]](maxlen=LENGTH)
 
     def add(self, entry: str) -> None:
-        """Record a submitted task."""
         self.entries.append(entry)
         for record in self.recent if crosses_groups(entry) else self.recent[:1]:
             record.append((record[-1][0] + 1 if record else 1, entry))
 
     def drain(self) -> list[str]:
-        """Return and forget the entries since the last call."""
         entries, self.entries = self.entries, []
         return entries
 

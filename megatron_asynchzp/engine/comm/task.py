@@ -67,13 +67,11 @@ class Task:
 
     @property
     def title(self) -> str:
-        """Operation, unit, ranks and step, for messages."""
         ranks = ranks_along(self.axes)
         place = f"over {name_ranks(ranks)}" if ranks else "on this rank"
         return f"{LANES[self.lane]} of {self.unit} {place} in step {self.step}"
 
     def failure(self, error: BaseException) -> CollectiveFailure:
-        """Return `error` as a failure in one line that names this task."""
         if isinstance(error, CollectiveFailure):
             return error
         return CollectiveFailure.of(self.title, error)
@@ -102,7 +100,6 @@ class Task:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether the last collective was issued and not completed."""
         return self._last is not None and self._last.work is not None
 
     def issue_rest(self) -> None:

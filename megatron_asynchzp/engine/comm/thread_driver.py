@@ -59,7 +59,6 @@ class ThreadDriver(Driver):
         self._queues[task.lane].put(task)
 
     def complete(self, task: Task) -> None:
-        """Wait for `task`; raise the first failure."""
         self.raise_failure()
         signal = task.signal
         # The lane has a limit, too; this limit is for a thread that never returns from issuing.

@@ -97,12 +97,10 @@ class Timeline:
         return self.device.mark() if self._is_timing else None
 
     def note(self, lane: str, name: str, start: Any) -> None:
-        """Record a span from `start` until now, unless `start` is None."""
         if start is not None:
             self.add(lane, name, start, self.device.mark())
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
-        """Record a span between two marks."""
         span = Span(lane, name, start, end)
         if self._is_in_step or lane != WAIT:  # waits of a checkpoint belong to no step
             self._spans.append(span)
@@ -110,7 +108,6 @@ class Timeline:
             captured.append(span)
 
     def begin_step(self, step: int) -> None:
-        """Begin `step` and end the step before it."""
         is_over = not self._is_in_step
         self._end_step()
         self._is_in_step, self._step = True, step
@@ -141,7 +138,6 @@ class Timeline:
             self._times += replace(measure_comm(spans), steps=1)
 
     def pause(self) -> None:
-        """Time nothing until the next step begins."""
         self._is_timing = self.is_capturing
         self._computed = None
 
@@ -160,7 +156,6 @@ class Timeline:
         return self._captured is not None
 
     def start_capture(self) -> None:
-        """Keep every span from now on."""
         self._captured, self._capture_start = [], self.device.mark()
         self._capture_began_s = time.time()
         self._is_timing = True
@@ -182,7 +177,6 @@ class Timeline:
         return self.in_seconds([whole, *captured])
 
     def in_seconds(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans in seconds after the earliest start."""
         if not spans:
             return []
         between, origin = self.device.seconds_between, spans[0].start
@@ -256,6 +250,5 @@ def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[N
 
 
 def stop_trace(timeline: Timeline, path: Path, rank: int) -> None:
-    """End the capture of `timeline` and write it to `path`."""
     spans = timeline.stop_capture()
     path.write_text(json.dumps(chrome_trace(spans, rank, timeline.capture_began_s)))

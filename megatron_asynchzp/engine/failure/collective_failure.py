@@ -14,7 +14,6 @@ class CollectiveFailure(RuntimeError):
 
     @classmethod
     def of(cls, title: str, error: BaseException) -> "CollectiveFailure":
-        """Report `error` in one line about the operation `title`."""
         reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
         if any(words in reason for words in _PEER_ENDED):
             reason = f"a peer has ended ({reason})"
@@ -25,5 +24,4 @@ class CollectiveFailure(RuntimeError):
         return failure
 
     def add(self, words: str) -> None:
-        """Append words to the message."""
         self.args = (f"{self}; {words}",)

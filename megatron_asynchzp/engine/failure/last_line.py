@@ -34,7 +34,6 @@ class LastLine:
         self._unprinted = [True]  # list.pop is atomic
 
     def print(self, text: str) -> None:
-        """Print `text`, unless a line was printed before."""
         try:
             self._unprinted.pop()
         except IndexError:

@@ -69,7 +69,6 @@ def main_thread_position() -> object:
 
 
 def _frames_of_main_thread() -> list[FrameType]:
-    """Return the frames, the innermost first."""
     frames_of = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames_of.get(threading.main_thread().ident or 0)
     return [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []

@@ -51,7 +51,6 @@ class RollCallResult:
         return cls(silent, len(silent), sorted(writing), first, behind)
 
     def to_text(self) -> str:
-        """Return the result as text for `of_text`."""
         groups, left = [], _MOST_RANGES
         for ranks, counts in self.behind:
             text = _ranges(ranks, left)
@@ -69,7 +68,6 @@ class RollCallResult:
 
     @classmethod
     def of_text(cls, text: str) -> "RollCallResult":
-        """Return the result that `to_text` wrote."""
         silent, writing, failed, *groups = text.split(";")
         number, _, silent_ranges = silent.partition(" ")
         words = [group.split() for group in groups]

@@ -26,7 +26,6 @@ class SaveLog:
 
     @property
     def current(self) -> Path | str | None:
-        """The folder into which the main thread saves, or None."""
         # Copies, because the main thread may leave a save meanwhile.
         for folder in self._entered[-1:]:
             return folder if folder is not None else next(iter(self.pending[:1]), None)

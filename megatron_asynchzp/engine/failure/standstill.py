@@ -37,12 +37,10 @@ class Progress(NamedTuple):
     doing: str  # in words
 
     def to_text(self) -> str:
-        """Return the progress as JSON."""
         return json.dumps(self)
 
     @classmethod
     def of_text(cls, text: str) -> "Progress":
-        """Return the progress that `to_text` wrote."""
         return cls(*json.loads(text))
 
 

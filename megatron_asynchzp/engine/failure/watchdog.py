@@ -36,7 +36,6 @@ class Watchdog[Item]:
         self._thread: threading.Thread | None = None
 
     def watch(self, lane: str, has_ended: Callable[[], bool], item: Item) -> None:
-        """Give `item` `limit_s` seconds from now to end."""
         if lane not in self._lanes:
             self._lanes = {**self._lanes, lane: deque()}  # a copy: the thread may iterate over it
         self._lanes[lane].append((has_ended, time.monotonic() + self._limit_s, item))
@@ -45,7 +44,6 @@ class Watchdog[Item]:
             self._thread.start()
 
     def close(self) -> None:
-        """Join the thread, which `is_closed` ends."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LONGEST_PAUSE_S)
 

@@ -22,7 +22,6 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage."""
         return self.storage.numel() * self.storage.element_size()
 
     def view(self, part: Range) -> torch.Tensor:
@@ -31,7 +30,6 @@ class FlatBuffer:
         return self.storage[inside.start : inside.stop]
 
     def sub_buffer(self, part: Range) -> "FlatBuffer":
-        """Return a buffer over `part` that shares this buffer's memory."""
         return FlatBuffer(self.layout, part, self.view(part))
 
     def fragment_views(self) -> list[torch.Tensor]:

@@ -131,13 +131,11 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
 
     @property
     def is_training(self) -> bool:
-        """Whether a training step runs, not an evaluation."""
         return self._uses is self._training_uses
 
     # ---- stages
 
     def _stage_of(self, unit: Unit) -> Stage | None:
-        """Return None for a sharded unit."""
         gathered = self._gathered.get(unit)
         return None if gathered is None else gathered.stage
 
@@ -189,7 +187,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self._drop(unit)
 
     def drop_spares(self) -> None:
-        """Drop every gathered unit that is not in use."""
         for unit in [*self._all_in(Stage.AHEAD), *self._all_in(Stage.KEPT)]:
             self._drop_spare(unit)
 
@@ -200,7 +197,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self._residency.visit(unit)
 
     def restart(self, is_training: bool = True) -> None:
-        """Begin a training step or an evaluation."""
         self._uses = self._training_uses if is_training else self._evaluation_uses
         self._uses.restart()
         if self._residency is not None and is_training:
@@ -235,7 +231,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self.cancel_early_sends()
 
     def stop_early_sends(self) -> None:
-        """Send nothing early any more in this run."""
         if self._early_units.is_allowed:
             self._early_units.is_allowed = False
             self.note_early_sends_stopped()
@@ -246,7 +241,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self.start_param_sync(unit)
 
     def rebuild_remaining(self) -> None:
-        """Start to rebuild every shard that is still to be rebuilt."""
         for unit in list(self._to_rebuild):
             self.rebuild_now(unit)
 
@@ -448,12 +442,10 @@ class GradsInFlight[Unit: Hashable, Reduction](ABC):
         self._under_way.append(_UnderWay(reduction, extent, has_more))
 
     def await_oldest(self) -> None:
-        """Wait for the end of the reduction that was started first."""
         oldest = self._under_way.popleft()
         self.await_reduction(oldest.reduction)
         self._memory.release(oldest.extent)
 
     def await_all(self) -> None:
-        """Wait for the end of every started reduction."""
         while self._under_way:
             self.await_oldest()

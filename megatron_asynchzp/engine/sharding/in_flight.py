@@ -88,7 +88,6 @@ class MemoryInFlight:
 
     @property
     def allocated(self) -> dict[str, int]:
-        """Allocated bytes by purpose."""
         return {"gathered parameters": self.params, "gradients to reduce": self.grads}
 
 
@@ -192,7 +191,7 @@ def units_gathered_together(units: Sequence[UnitInFlight]) -> dict[int, list[int
         if units[index].layer:
             layers.setdefault(units[index].layer, []).append(index)
     return {
-        index: [*around, *(other for other in members if other != index)]
+        index: [*around, *(neighbour for neighbour in members if neighbour != index)]
         for members in layers.values()
         for index in members
         if len(members) > 1

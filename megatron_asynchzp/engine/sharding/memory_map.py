@@ -29,7 +29,6 @@ class MemoryMap[User]:
 
     @property
     def num_held(self) -> int:
-        """The number of parts held now."""
         return len(self._held)
 
     def grow(self, nbytes: int) -> Extent:
@@ -63,7 +62,6 @@ class MemoryMap[User]:
             self.note_last_user(extent, last_user)
 
     def note_last_user(self, extent: Extent, user: User) -> None:
-        """Record `user` as the last user of `extent`."""
         self._last_users.append((extent, user))
 
     def pop_last_users(self, extent: Extent) -> list[User]:
@@ -124,7 +122,6 @@ def first_fit(
 
 
 def overlap(left: Extent, right: Extent) -> bool:
-    """Return whether two extents have an address in common."""
     return left[0] < right[1] and right[0] < left[1]
 
 

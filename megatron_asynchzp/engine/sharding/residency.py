@@ -90,7 +90,6 @@ class Residency[User]:
         self._plan()
 
     def enlarge(self, nbytes: int) -> None:
-        """Add `nbytes` to the budget, between two steps."""
         self.budget += nbytes
         self._plan()
 
@@ -102,7 +101,6 @@ class Residency[User]:
         self.planned_nbytes = most_kept_nbytes(*plan, self._gaps, self._counts_own)
 
     def visit(self, user: User) -> None:
-        """Record that `user` has its turn now."""
         if self._uses.is_followed:
             self._num_hits += self._last.get(user) in self._gaps
         self._last[user] = len(self._uses.used)

@@ -36,5 +36,4 @@ def assign_seats(units: Sequence[tuple[str, int]], num_ahead: int) -> list[Exten
 
 
 def seats_nbytes(seats: Sequence[Extent]) -> int:
-    """Return the bytes of all seats together."""
     return max((stop for _, stop in seats), default=0)

@@ -18,7 +18,6 @@ class Range(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
     def intersect(self, other: "Range") -> "Range":
@@ -252,5 +251,4 @@ def _even_factors(size: int) -> list[int]:
 
 
 def spans_nodes(global_ranks: Sequence[int], ranks_per_node: int) -> bool:
-    """Return whether a group of global ranks covers more than one node."""
     return len({rank // ranks_per_node for rank in global_ranks}) > 1

@@ -40,8 +40,6 @@ _Units = Sequence[HZPUnit]
 
 @dataclass
 class _MicroBatch:
-    """The forward and backward that run now."""
-
     in_backward: bool = False
     region: frozenset[HZPUnit] | None = None  # units of the manual region that runs
     kind: str = "training"  # see StepScheduler.barrier_on_kind_change
@@ -62,13 +60,11 @@ class _ComputeMarks:
         self._starts: dict[tuple[str, HZPUnit], Any] = {}
 
     def begin(self, direction: str, units: list[HZPUnit]) -> None:
-        """Mark that the computation of this direction with `units` begins."""
         if self._timeline.is_capturing:
             for unit in units:
                 self._starts.setdefault((direction, unit), self._timeline.device.mark())
 
     def end(self, direction: str, units: list[HZPUnit]) -> None:
-        """Note the computation of this direction with `units`, which has ended."""
         for unit in units if self._starts else ():
             if (start := self._starts.pop((direction, unit), None)) is not None:
                 self._timeline.note(COMPUTE, f"{direction} {unit.name}", start)
@@ -288,7 +284,6 @@ class HZPRuntime(StepScheduler):
                 self.gathers.begin_evaluation()
 
     def end_forward(self) -> None:
-        """End the call of the root, which has returned or raised."""
         if not self._batch.in_backward and not torch.is_grad_enabled():
             self.hide_idle_units()
 
@@ -299,7 +294,6 @@ class HZPRuntime(StepScheduler):
 
     @contextmanager
     def region_forward(self, units: list[HZPUnit]) -> Generator[None]:
-        """Wrap the forward of a region that needs `units`."""
         self._batch.region = frozenset(units)
         try:
             self.before_forward(units)
@@ -310,7 +304,6 @@ class HZPRuntime(StepScheduler):
 
     @contextmanager
     def region_backward(self, units: list[HZPUnit]) -> Generator[None]:
-        """Wrap the backward of a region that needs `units`."""
         batch = self._batch
         batch.region, batch.in_backward = frozenset(units), True
         try:
@@ -373,7 +366,6 @@ class HZPRuntime(StepScheduler):
         self._reduce_last.add(unit)
 
     def after_forward(self, units: list[HZPUnit]) -> None:
-        """Reshard `units` after the call, which has returned or raised."""
         if self._has_pushed.pop():
             self._saved_views.pop()
         if self.driver.has_failed():

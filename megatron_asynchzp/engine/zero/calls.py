@@ -116,7 +116,6 @@ def _carries_grad(value: Any) -> bool:
 def attach_call_hooks(
     module: nn.Module, units: list[HZPUnit], runtime: Engine, around: Callable[[Any], Any]
 ) -> list[RemovableHandle]:
-    """Hook `module`, whose call needs the parameters of `units`, and return the handles."""
     before, after = hooks_of_call(units, runtime)
     return [
         module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
@@ -183,7 +182,6 @@ def called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `method` of `module` between the two hooks, and return its output."""
     output = None
     try:
         args, kwargs = before(module, args, kwargs)
@@ -196,7 +194,6 @@ def called(
 def hooks_of_call(
     units: list[HZPUnit], runtime: Engine
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return the hooks before and after a call that needs the parameters of `units`."""
     calls: list[_Call] = []
 
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):

@@ -28,8 +28,6 @@ OTHER_UNITS = "its parameters are divided into other units than when it was buil
 
 @dataclass
 class _HeldParam:
-    """The part of a parameter that this rank holds."""
-
     param: nn.Parameter
     kind: type  # its class before
     piece: ParamSlice
@@ -69,7 +67,6 @@ class _Sharded:
     def new_shard(
         self, parts: Sequence[_HeldParam], device: torch.device | None = None
     ) -> torch.Tensor:
-        """Return this rank's shard, zero but for `parts`, which have one dtype."""
         values = parts[0].values
         storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
         buffer = FlatBuffer(self.layout, self.range, storage)
@@ -218,7 +215,6 @@ class Construction:
     # ---- the model is complete
 
     def holds(self, param: nn.Parameter) -> bool:
-        """Return whether this rank has only a part of `param`."""
         return param in self._sharded
 
     def take(self, plan: UnitPlan) -> torch.Tensor | None:

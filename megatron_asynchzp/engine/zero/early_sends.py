@@ -52,7 +52,6 @@ class EarlySends(EarlyUnits[HZPUnit]):
         return True
 
     def send_of(self, unit: HZPUnit) -> _EarlySend:
-        """Return the send of a unit that was chosen."""
         return self._sends[unit]
 
     def note_grads(self, unit: HZPUnit) -> None:
@@ -66,7 +65,6 @@ class EarlySends(EarlyUnits[HZPUnit]):
             send.task.wait()
 
     def await_all(self) -> None:
-        """Return when no early send reads gradients."""
         for unit in self._sends:
             self.await_send(unit)
 
@@ -76,7 +74,6 @@ class EarlySends(EarlyUnits[HZPUnit]):
         return [unit for unit in self.units if not self._sends[unit].is_outdated]
 
     def note_outcome(self, step: int, did_stand: bool) -> None:
-        """Tell the policy of later steps whether the update made anything that was sent."""
         if self.early_update is not None and self.current_units:
             self.early_update.note_outcome(step, did_stand)
 

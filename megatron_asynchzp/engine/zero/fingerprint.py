@@ -48,6 +48,5 @@ def forget_weights() -> None:
 
 
 def _odd(index: int) -> int:
-    """Return an odd number for piece number `index`, between -2^63 and 2^63."""
     mixed = (2 * index + 1) * _FACTOR % 2**64
     return mixed - 2**64 if mixed >= 2**63 else mixed

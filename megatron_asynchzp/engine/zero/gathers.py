@@ -56,8 +56,6 @@ class ParamBudget:
 
 @dataclass
 class _Gather:
-    """A gather into `place`."""
-
     place: Place
     task: Task | None  # None once the unit is in use
 
@@ -309,13 +307,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     # ---- steps
 
     def begin_evaluation(self) -> None:
-        """Begin a forward without backward."""
         self._driver.timeline.pause()
         self._driver.submitted.shorten()
         self.restart(is_training=False)
 
     def begin_step(self) -> None:
-        """Begin a step, or begin it again."""
         self.early_sends.await_all()  # those of a backward that was given up
         self.cancel_early_sends()
         self.early_sends.forget()

@@ -65,7 +65,6 @@ class GradHooks:
                 param.data = data
 
     def remove(self) -> None:
-        """Remove the hooks and let go of the nodes."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

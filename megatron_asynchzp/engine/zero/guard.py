@@ -87,7 +87,6 @@ class ParamGuard:
                 param.__class__ = kind
 
     def reveal(self) -> None:
-        """Let what comes now compute with the parameters."""
         if self._guarded_kinds is not None:
             for param, kind in zip(self._params, self._kinds, strict=True):
                 param.__class__ = kind

@@ -35,7 +35,6 @@ class ManualRegion:
     recomputed: list[HZPUnit]
 
     def forward(self) -> AbstractContextManager[None]:
-        """Wrap the forward."""
         return self.engine.region_forward(self.units)
 
     def backward(self) -> AbstractContextManager[None]:

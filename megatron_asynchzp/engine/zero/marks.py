@@ -34,7 +34,6 @@ class Marks:
         self.names: set[str] = set()  # of all marks
 
     def set(self, name: str) -> None:
-        """Count changes for `name` from now on."""
         self.drop(name)
         self.names.add(name)
         if self._is_trained and self._writes_are_casts:
@@ -45,7 +44,6 @@ class Marks:
             self.rewritten.add(name)
 
     def drop(self, name: str) -> None:
-        """Forget `name`, if it is known."""
         self.names.discard(name)
         self.rewritten.discard(name)
         self.bits.pop(name, None)

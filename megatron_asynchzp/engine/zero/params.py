@@ -42,7 +42,6 @@ def refuse_params(model: nn.Module, allows_meta: bool = False) -> None:
 
 
 def _problem_of(param: nn.Parameter, allows_meta: bool) -> str | None:
-    """Return why `param` cannot be sharded, and the remedy."""
     kind, plain = type(param), torch.Tensor
     if is_lazy(param):
         return "it has no shape yet; run one forward of the model before"
@@ -79,8 +78,6 @@ def _problem_of(param: nn.Parameter, allows_meta: bool) -> str | None:
 
 
 class _Memory(NamedTuple):
-    """The bytes of a parameter, half-open."""
-
     start: int
     stop: int
     is_dense: bool  # all of these bytes are its own

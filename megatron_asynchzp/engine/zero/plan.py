@@ -30,7 +30,6 @@ def _parent_of(path: str) -> str:
 
 
 def _home_of(param_name: str, unit_paths: Collection[str]) -> str:
-    """Return the innermost unit module around a parameter, "" without one."""
     home = _parent_of(param_name)
     while home and home not in unit_paths:
         home = _parent_of(home)

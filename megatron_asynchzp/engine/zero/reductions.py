@@ -35,8 +35,6 @@ _Grads = dict[int, torch.Tensor]
 
 @dataclass
 class _Collected:
-    """The gradients of a unit in this micro-batch."""
-
     # Autograd's own gradients; or, where layers write gradients ([Note: fused gradients]), the
     # place for all of them, its views (each parameter, then the gaps), and the indices written.
     grads: _Grads = field(default_factory=_Grads)
@@ -48,8 +46,6 @@ class _Collected:
 
 
 class _Piece(NamedTuple):
-    """A piece of a unit's gradients."""
-
     grads: GradPiece
     # Keys as strings, which remember their hash. Equal: pieces that split a place in the same way.
     memory_key: str
@@ -73,8 +69,6 @@ class _Piece(NamedTuple):
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way."""
-
     task: Task
     grads: _Grads  # not read yet
 
@@ -267,7 +261,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return unit in self._syncs
 
     def start_sync(self, unit: HZPUnit) -> Task:
-        """Reduce the sum of all micro-batches over the whole sharding group."""
         self._syncs[unit] = self._driver.submit(
             Task(
                 "grad-sync",
@@ -287,7 +280,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             sync.wait()
 
     def finish(self) -> None:
-        """Return when every reduction that was started has ended."""
         self.await_all()
         self._await_syncs()
 

@@ -87,7 +87,6 @@ class SavedViews:
         self._with_views.add(unit)
 
     def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
-        """Return whether the forward of `units` runs under the hooks."""
         if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             for unit in units:
                 if not unit.is_always_unsharded:
@@ -121,11 +120,9 @@ class SavedViews:
         _PUSH(hooks.pack, hooks.unpack)
 
     def pop(self) -> None:
-        """Undo the latest `push`."""
         _pop_latest(of_a_unit=True)
 
     def unit_of(self, tensor: torch.Tensor) -> HZPUnit | None:
-        """Return the unit of whose full parameters `tensor` is a view."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None  # a wrapper subclass has no storage of its own to ask
         if tensor.layout is not torch.strided:
@@ -160,7 +157,6 @@ class SavedViews:
         )
 
     def unpack(self, saved: "_Kept | SavedView") -> torch.Tensor:
-        """Return the tensor that was packed as `saved`."""
         if isinstance(saved, _Kept):
             return saved.unwritten()
         if saved.version not in (None, version := saved.unit.sent_record.versions[0]):
@@ -270,7 +266,6 @@ def _is_of_checkpoint(pack: Callable[..., Any]) -> bool:
 
 
 def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Push hooks, in place of torch's function."""
     if not isinstance(pack, torch.fx.GraphModule):  # a compiler looks for graphs as hooks
         joined = _JoinedHooks((pack, unpack))
         pack, unpack = joined.pack, joined.unpack
@@ -278,7 +273,6 @@ def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
 
 
 def _pop_theirs() -> None:
-    """Pop hooks, in place of torch's function."""
     _pop_latest(of_a_unit=False)
 
 

@@ -91,7 +91,6 @@ class SentCheck:
         return self._driver.device.new_host_memory((len(self._units),), torch.int64)
 
     def states(self) -> list[torch.Tensor]:
-        """Return the tensors that it has on the device between two steps."""
         return [vars(self)[name] for name in ("_differs", "_written") if name in vars(self)]
 
     # ---- writes of other code

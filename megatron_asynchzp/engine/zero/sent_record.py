@@ -61,7 +61,6 @@ class SentRecord:
             self._expected_fingerprint = self._sent_fingerprint.clone()
 
     def states(self) -> list[torch.Tensor]:
-        """Return the tensors that the record of a trained unit has on the device."""
         return [self._sent_fingerprint, self._expected_fingerprint]
 
     # ---- what the engine notes
@@ -135,7 +134,6 @@ class SentRecord:
         return with_content and not unit.nan.isnan().item()
 
     def _fingerprint_now(self) -> torch.Tensor:
-        """Return the fingerprint of what would be sent now."""
         unit = self._unit
         dtype = None if unit.is_main_param_aliased else unit.dtype
         return fingerprint(unit.main_param.storage, dtype)

@@ -42,7 +42,6 @@ class KeepBudgets:
 
     @classmethod
     def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "KeepBudgets":
-        """Make the budgets of `config`, with the memory of kept parameters."""
         params = grads = None
         if config.keep_params_nbytes or config.keeps_params_in_free_memory:
             params = ParamBudget(
@@ -186,7 +185,6 @@ class StepScheduler:
         self.is_last_micro_batch = True
 
     def reduce(self, unit: HZPUnit) -> None:
-        """Reduce the gradients of `unit`, which are complete for this micro-batch."""
         self.use_order.had_backward = True
         self.state = StepState.COLLECTING
         if not unit.is_trained:
@@ -318,7 +316,6 @@ class StepScheduler:
 
     @property
     def are_grads_synced(self) -> bool:
-        """Whether no gradient came since `sync_grads`."""
         is_complete = self.state is StepState.COMPLETE
         return is_complete and not any(map(self.reductions.has_pending, self.units))
 
@@ -372,7 +369,6 @@ class StepScheduler:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the states are on the host."""
         return self.state is StepState.ASLEEP
 
     def check_usable(self) -> None:
@@ -419,7 +415,6 @@ class StepScheduler:
         self.gathers.note_written()
 
     def check_awake(self) -> None:
-        """Check that the states are on the device."""
         if self.is_asleep:
             raise ConfigurationError("the sharded model is asleep. Call wake() first.")
 
@@ -469,14 +464,12 @@ class StepScheduler:
         return dict(total)
 
     def in_flight_nbytes(self) -> dict[str, int]:
-        """Return the bytes allocated for parameters and gradients in flight (MemoryInFlight)."""
         params, grads = self.gathers.arena.nbytes, self.reductions.arena.nbytes
         if self.budgets.params is not None:
             params = self.memory.params  # that arena has the memory of all chunks, and what is kept
         return MemoryInFlight(params, grads, 0).allocated
 
     def num_places_in_use(self) -> int:
-        """Return how many places hold parameters or gradients in flight now."""
         return self.gathers.arena.num_held + self.reductions.arena.num_held
 
 

@@ -12,7 +12,6 @@ from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 
 def has_grads(unit: HZPUnit) -> bool:
-    """Return whether a parameter of `unit` has a gradient that was not taken yet."""
     with unit.guard.without_torch_function():
         for param in unit.params:
             if param.grad is not None:
@@ -138,7 +137,6 @@ def places_of(unit: HZPUnit, piece: GradPiece, full: torch.Tensor) -> list[torch
 
 
 def _zero(tensors: list[torch.Tensor]) -> None:
-    """Zero all of them with one operation."""
     if tensors:
         torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 

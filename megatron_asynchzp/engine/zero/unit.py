@@ -166,7 +166,6 @@ class HZPUnit:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of the full parameters."""
         return self.layout.padded_numel * self.dtype.itemsize
 
     @cached_property
@@ -179,7 +178,6 @@ class HZPUnit:
 
     @property
     def is_main_param_aliased(self) -> bool:
-        """Whether main_param is a view of model_param, as in fp32 models."""
         return self.dtype == torch.float32
 
     @property
@@ -307,7 +305,6 @@ class HZPUnit:
         return need
 
     def reduction_nbytes(self, piece: GradPiece) -> int:
-        """Return the bytes that reducing `piece` takes, the piece included."""
         sizes = [axis_group.axis.size for axis_group in self.groups.grad_reduce]
         return reduction_nbytes(piece.numel, sizes, self.groups.grad_dtype.itemsize)
 
@@ -362,7 +359,6 @@ class HZPUnit:
             own.copy_(total)
 
     def zero_grads(self) -> None:
-        """Forget every gradient of this step."""
         params: list[Any] = self.params
         with self.guard.without_torch_function():
             for param in params:
@@ -373,7 +369,6 @@ class HZPUnit:
             self.main_grad.storage.zero_()
 
     def main_grad_fragments(self) -> list[torch.Tensor]:
-        """Return this rank's optimizer shard of each gradient, as 1-D views."""
         return self.main_grad.sub_buffer(self.optim_range).fragment_views()
 
     def main_param_fragments(self) -> list[torch.Tensor]:
@@ -469,7 +464,6 @@ def _reduce_scatter_steps(
     shards: Sequence[torch.Tensor],
     dtype: torch.dtype,
 ) -> Steps:
-    """Reduce-scatter in fp32, with contributions that travel in `dtype`."""
     is_rounded = dtype != torch.float32
     return (rounded_reduce_scatter_steps if is_rounded else reduce_scatter_steps)(
         full, axes, shards

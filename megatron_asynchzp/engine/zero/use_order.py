@@ -33,7 +33,6 @@ class UseOrder:
         self._completed, self.had_backward = [], False
 
     def note_use(self, unit: HZPUnit) -> None:
-        """Note that the training step uses `unit`."""
         self._used.setdefault(unit)
 
     def note_completed(self, unit: HZPUnit) -> None:

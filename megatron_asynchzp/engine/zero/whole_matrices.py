@@ -23,17 +23,14 @@ class Matrix:
 
     @property
     def param(self) -> torch.nn.Parameter:
-        """The parameter."""
         return self.unit.params[self.index]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
         return self.unit.layout.slices[self.index].shape
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return prod(self.shape)
 
     def held_numel(self, topology: ShardTopology, shard_size: int) -> int:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys of one step of a training run, for `asynchzp inspect`."""
+"""Captures queries and keys in a step of a training run, for `asynchzp inspect`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,7 @@ def capture_attention(
 ) -> None:
     """Do on rank 0 what --asynchzp-capture-attention asks, in the step's first micro-batch.
 
-    Other ranks and pipeline stages are not captured. megatron has its settings by name.
+    It captures no other pipeline stage. megatron has its settings by name.
     """
     if megatron.rank != 0:
         return

@@ -33,9 +33,8 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 def use_pasa_in(spec: Any, options: PasaOptions) -> Any:
     """Return the spec of a module with PASA as its core attention; any other spec as it is.
 
-    Megatron's builder passes the spec of every module, so that GPT, MoE, MLA, hybrid and
-    multi-token-prediction layers get it alike. Raises ConfigurationError for a core attention that
-    is neither Megatron's own nor ours.
+    Megatron's builder passes every module's spec, so all kinds of layers get it alike. Raises
+    ConfigurationError for a core attention that is neither Megatron's own nor ours.
     """
     submodules = getattr(spec, "submodules", None)
     if submodules is None or not is_dataclass(type(submodules)):
@@ -57,12 +56,12 @@ def use_pasa_in(spec: Any, options: PasaOptions) -> Any:
 class PasaAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v from shifted keys.
 
-    Inputs are sbhd, [s, b, heads, channels], or thd, [t, heads, channels] with PackedSeqParams;
-    k and v have one head per query group. The output is [s, b, heads x v channels], or
-    [t, heads x v channels]. Dropout uses Megatron's tensor-parallel random state.
+    Inputs are sbhd, [s, b, heads, channels], or thd, [t, heads, channels] with PackedSeqParams; k
+    and v have one head per query group. The output is [s, b, heads x v channels], or [t, heads x v
+    channels]. Dropout uses Megatron's tensor-parallel random state.
 
     With context parallelism a rank holds an early and a late chunk of every sequence: keys and
-    values are gathered, brought into order and shifted once; each chunk attends what lies before.
+    values are gathered, ordered and shifted once; each chunk attends to the keys before it.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class PasaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend, in the layouts of the class."""
         if attention_bias is not None:
             raise ConfigurationError(
                 "--use-pasa-attention does not support an attention bias; drop the flag"
@@ -199,7 +197,7 @@ class PasaAttention(MegatronModule):
 
 
 def _gather(x_sbhd: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Keys or values of the whole sequence, in order. Backward sums and scatters."""
+    """Return keys or values of the whole sequence, in order. Backward sums and scatters."""
     ranks = cp_group.size()
     whole = tensor_parallel.gather_from_sequence_parallel_region(x_sbhd, group=cp_group)
     chunks = whole.chunk(2 * ranks)  # rank r holds chunks r and 2 ranks - 1 - r

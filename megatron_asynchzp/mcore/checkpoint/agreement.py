@@ -3,12 +3,12 @@
 """Proves that the shards of all ranks make up whole tensors and objects.
 
 [Note: a sum in place of a list of all shards]
-Megatron gathers the descriptions of all shards on each rank, for rank 0 to find those that are
-missing or there twice. Here each shard has a random number made of its whole's key, dtype and
-shape, times its elements; the shard with the first element subtracts the number times the elements
-of the whole. The sum over all ranks is zero if each whole is there once, or several times: so the
-numbers of the wholes are compared too, each from the rank with the first element. If the sum is not
-zero or two numbers are equal, Megatron's own exchange finds the fault.
+Megatron gathers the descriptions of all shards on each rank, and rank 0 looks for missing and
+repeated ones. Here each shard has a random number, derived from its whole's key, dtype and shape,
+times its elements; the shard with the first element subtracts the number times the elements of the
+whole. The sum over all ranks is zero if each whole is there once or several times, so the numbers
+of the wholes are compared too, each from the rank with the first element. If the sum is not zero or
+two numbers are equal, Megatron's own exchange finds the fault.
 
 The sum does not see where shards lie. The check of a save's plan (checkpoint_files/parts.py) and
 the comparison of boxes in a load do.
@@ -30,11 +30,11 @@ from megatron_asynchzp.mcore.checkpoint.operation import is_shared_save
 
 
 class Agreed(list):
-    """This rank's descriptions, in place of all ranks': together they are whole."""
+    """This rank's descriptions in place of all ranks': together they are whole."""
 
 
 def needs_all(args: Namespace) -> bool:
-    """Whether a load is to report what the checkpoint has and no rank asks for."""
+    """Return whether a load reports tensors of the checkpoint that no rank asks for."""
     strict = StrictHandling(args.dist_ckpt_strictness)
     return not is_shared_save() and StrictHandling.requires_global_app_metadata(strict)
 
@@ -42,9 +42,9 @@ def needs_all(args: Namespace) -> bool:
 def exchange(
     gather: Callable[[], tuple[list, list]], state: Any, group: Any, device: torch.device
 ) -> tuple[list, list]:
-    """Return Agreed if the shards of all ranks of `group` are whole, else all by `gather`.
+    """Return Agreed if the shards of `group` (None: the world) are whole, else all by `gather`.
 
-    Collective; None is the world.
+    Collective.
     """
     mine = [shard.without_data() for shard in nested_values(state)]
     return (mine, Agreed([mine])) if _are_whole(mine, group, device) else gather()

@@ -3,8 +3,8 @@
 """The second names of main parameters in a checkpoint's index.
 
 Megatron's mixed-precision optimizer looks for `optimizer.state.fp32_param.<key>`, its distributed
-optimizer for `optimizer.state.param.<key>`, also in fp32, where they are the model's parameters.
-An index may give one stored tensor several names, so that both find it and it is written once.
+optimizer for `optimizer.state.param.<key>`, also in fp32, where they are the model's parameters. An
+index may give a stored tensor several names, so both find it and it is written once.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ _MAIN_PARAM_NAMES = (f"{_STATE}fp32_param.", f"{_STATE}param.")
 def complete_index(index: Metadata, keeps_plans: bool) -> Metadata:
     """Return the index with all names of every main parameter.
 
-    keeps_plans adds each rank's plan, as long as the rest: a run of the same structure that resumes
-    compares it with its own in place of planning its first save (--ckpt-assume-constant-structure).
+    keeps_plans adds each rank's plan, as long as the rest: a resumed run of the same structure
+    compares it with its own instead of planning its first save (--ckpt-assume-constant-structure).
     """
     if hasattr(index, _PLANS) and not keeps_plans:
         delattr(index, _PLANS)

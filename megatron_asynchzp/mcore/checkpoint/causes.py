@@ -68,13 +68,11 @@ _SWITCHES_OFF = {
 
 
 def flag_of(name: str) -> str:
-    """The flag with which a user sets the argument."""
     return _SWITCHES_OFF.get(name, "--" + name.replace("_", "-"))
 
 
 def describe(name: str, saved: Any, args: Namespace) -> str:
-    """Say that the argument differs, by its flag and with both values."""
-    was, now = (_shown(name, getattr(one, name, None)) for one in (saved, args))
+    was, now = (_shown(name, getattr(arguments, name, None)) for arguments in (saved, args))
     return f"{flag_of(name)} is {was} in the checkpoint and {now} in this run"
 
 
@@ -87,7 +85,7 @@ def _shown(name: str, value: Any) -> Any:
 def differing(saved: Any, args: Namespace) -> list[str]:
     """Return the arguments that explain tensors and differ between checkpoint and run.
 
-    saved has the saving run's as training left them: Megatron sets some that the user never gave.
+    saved has the arguments after training: Megatron sets some that the user never gave.
     """
     return [
         name
@@ -111,5 +109,5 @@ def _meaning(name: str, args: Any) -> Any:
 
 
 def cause_of(tensor: str, names: Collection[str]) -> str | None:
-    """The first of these arguments with which the tensor of this name comes, goes or changes."""
+    """Return the first of these arguments with which the tensor of this name comes or changes."""
     return next((name for name, kind in _CAUSES if name in names and re.search(kind, tensor)), None)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of a partly frozen model may leave to another one.
+"""Selects the tensors that a checkpoint of a partly frozen model may leave to another one.
 
 A save leaves the frozen tensors (--asynchzp-save-trained-only), a base the adapters added to it.
 """
@@ -18,23 +18,23 @@ from megatron_asynchzp.mcore.checkpoint.shards import FROZEN_KEY, SHARDS_KEY
 
 
 def is_trained_only(saved: Any) -> bool:
-    """Whether a checkpoint with these arguments (None: none) has trained tensors alone."""
+    """Return whether a checkpoint with these arguments (None: none) has trained tensors alone."""
     return bool(getattr(saved, "asynchzp_save_trained_only", False))
 
 
 def is_partly_frozen(state: Any) -> bool:
-    """Whether a model chunk in this sharded state dict has frozen tensors beside trained ones."""
+    """Return whether a model chunk in this sharded state dict has frozen and trained tensors."""
     return any({SHARDS_KEY, FROZEN_KEY} <= chunk.keys() for chunk in _chunks(state))
 
 
 def drop_frozen(state: Any) -> None:
-    """Take the frozen tensors out of what is about to be saved."""
+    """Remove the frozen tensors from a state dict to be saved."""
     for chunk in _chunks(state):
         chunk.pop(FROZEN_KEY, None)
 
 
 def keep_frozen(state: Any) -> None:
-    """Let frozen tensors keep their values in a load that would ask the checkpoint for them."""
+    """Let frozen tensors keep their values in a load."""
     for chunk in _chunks(state):
         _keep(chunk.get(FROZEN_KEY, {}), ())
 
@@ -42,27 +42,27 @@ def keep_frozen(state: Any) -> None:
 def keep_new(state: Any, there: Collection[str]) -> set[str]:
     """Keep the values of trained tensors that the checkpoint lacks, if a part is frozen.
 
-    there has the names in the checkpoint. Returns the keys of the tensors that keep theirs.
+    there has the names in the checkpoint. Returns the keys of the kept tensors.
     """
     new: set[str] = set()
     for chunk in _chunks(state):
         if FROZEN_KEY in chunk:
             new |= _keep(chunk.get(SHARDS_KEY, {}), there)
-            for name, one in chunk.items():  # what their modules keep beside them
-                if isinstance(one, ShardedObject) and one.unique_key not in there:
-                    chunk[name] = LocalNonpersistentObject(one.data)
+            for name, entry in chunk.items():  # what their modules keep beside them
+                if isinstance(entry, ShardedObject) and entry.unique_key not in there:
+                    chunk[name] = LocalNonpersistentObject(entry.data)
     return new
 
 
 def _chunks(state: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a sharded state dict that are model chunks (model, model0, ...)."""
+    """Yield the model chunks of a sharded state dict (model, model0, ...)."""
     for key, part in state.items():
         if str(key).startswith("model") and isinstance(part, dict):
             yield part
 
 
 def _keep(shards: dict[str, Any], there: Collection[str]) -> set[str]:
-    """Remove shards that are not in `there`; return their keys. A load returns their own values."""
+    """Remove shards that are not in `there` and return their keys; a load keeps their values."""
     kept: set[str] = set()
     for index, shard in shards.items():
         if isinstance(shard, ShardedTensor) and shard.key not in there:

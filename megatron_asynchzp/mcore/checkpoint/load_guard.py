@@ -109,7 +109,7 @@ def guard_load_checkpoint(
 
 
 def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
-    """The newest intact non-persistent checkpoint on shared storage; None where none will do."""
+    """Return the newest intact non-persistent checkpoint on shared storage, or None."""
     kind = getattr(args, "non_persistent_ckpt_type", None)
     if kind != "global" or load_dir is None or args.ckpt_step or args.finetune:
         return None
@@ -126,7 +126,7 @@ def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choi
 
 
 def _save_of(choice: Choice) -> str | None:
-    """The folder of the run that saved it; None where it keeps no arguments."""
+    """Return the folder of the run that saved it; None if it keeps no arguments."""
     save = getattr(_saved_args(choice), "save", None)
     return save and os.path.abspath(save)
 
@@ -144,7 +144,6 @@ def _find_local(
     context: Mapping[str, Any] | None,
     peers: Peers,
 ) -> int:
-    """The iteration of the local checkpoint to load, -1 for none."""
     manager = (context or {}).get("local_checkpoint_manager")
     if manager is None or args.non_persistent_ckpt_type != LOCAL:
         return -1
@@ -156,7 +155,7 @@ def _find_local(
 
 
 def _saved_args(choice: Choice) -> Any:
-    """The arguments of the run that saved it; None where it keeps none."""
+    """Return the arguments of the run that saved it; None if it keeps none."""
     try:
         return read_common_state(choice.folder).get("args")
     except FileNotFoundError:
@@ -164,7 +163,6 @@ def _saved_args(choice: Choice) -> Any:
 
 
 def _lacks_base(choice: Choice, peers: Peers) -> bool:
-    """Whether the checkpoint has trained tensors alone. Collective."""
     return on_first(peers, lambda: is_trained_only(_saved_args(choice)))
 
 
@@ -187,7 +185,6 @@ def _check_has_optimizer(args: Namespace, choice: Choice | None, peers: Peers) -
 
 
 def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:
-    """Load the frozen part from --pretrained-checkpoint, or raise. Collective."""
     base_dir = getattr(args, "pretrained_checkpoint", None)
     asked = {name: getattr(args, name) for name in ("load", "finetune", "ckpt_step")}
     args.load, args.finetune, args.ckpt_step = base_dir, True, None
@@ -224,7 +221,10 @@ def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | Non
     choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers, level)
     if choice is None:
         left = on_first(peers, partial(list_unfinished, load_dir))
-        log((f"{load_dir}: {one} is left of a save that was interrupted" for one in left), peers)
+        log(
+            (f"{load_dir}: {folder} is left of a save that was interrupted" for folder in left),
+            peers,
+        )
     else:
         log(choice.lines, peers)
         if not args.ckpt_step:
@@ -241,17 +241,17 @@ def _load(load: Callable[[], Any], args: Namespace, load_dir: str | None, operat
     if choice is not None:
         # Without a tracker file, which a read-only directory may lack, Megatron looks at this.
         args.ckpt_step = choice.iteration or None
-    where = choice.folder if choice is not None else load_dir
+    place = choice.folder if choice is not None else load_dir
     try:
         with in_progress(operation):
             return load()
     except SystemExit as end:
         if end.code:
             raise
-        reason = f"{where} is refused (see above)"
+        reason = f"{place} is refused (see above)"
         if choice is None and args.exit_on_missing_checkpoint:
             reason = (
-                f"there is no checkpoint in {where}, and --exit-on-missing-checkpoint was given"
+                f"there is no checkpoint in {place}, and --exit-on-missing-checkpoint was given"
             )
         raise ConfigurationError(reason) from None
     except (*_UNREADABLE, RuntimeError) as error:
@@ -259,18 +259,18 @@ def _load(load: Callable[[], Any], args: Namespace, load_dir: str | None, operat
             raise
         if difference := _SCHEDULE_DIFFERS.search(str(error)):
             raise ConfigurationError(
-                f"{where} has another learning-rate schedule: {difference['name']} is "
+                f"{place} has another learning-rate schedule: {difference['name']} is "
                 f"{difference['saved']} there and {difference['now']} in this run; add "
                 "--override-opt-param-scheduler to go by this run's flags, or "
                 "--use-checkpoint-opt-param-scheduler to go by the checkpoint's"
             ) from error
-        raise ConfigurationError(f"{where} could not be loaded: {one_line(error)}") from error
+        raise ConfigurationError(f"{place} could not be loaded: {one_line(error)}") from error
     finally:
         args.ckpt_step = step
 
 
 def chosen_metadata(tracker: str) -> tuple[int, bool] | None:
-    """Return what Megatron is to read from this tracker file; None where no choice was made."""
+    """Return what Megatron shall read from this tracker file; None without a choice."""
     load = current_load()
     choice = load and load.choice
     if choice is None or Path(tracker).parent != choice.folder.parent:
@@ -284,24 +284,24 @@ def guard_load_global(
     load_dir: str,
     is_common: bool,
     state: Any,
-    *where: Any,
+    *place: Any,
 ) -> Any:
     """Call Megatron's _load_global_dist_base_checkpoint for a checkpoint that fits.
 
-    Collective, unless it loads the common state alone. state is filled; where is the iteration and
+    Collective, unless it loads the common state alone. state is filled; place is the iteration and
     whether it is a release.
     """
     if not is_common and state is not None:
         from megatron.training.checkpointing import get_checkpoint_name
 
         ask_for_what_is_there(
-            args, get_checkpoint_name(load_dir, *where, return_base_dir=True), state
+            args, get_checkpoint_name(load_dir, *place, return_base_dir=True), state
         )
     return load()
 
 
 def ask_for_what_is_there(args: Namespace, iteration_dir: str, state: Any) -> None:
-    """Compare the checkpoint with `state`, and remove what a frozen model finds elsewhere.
+    """Compare the checkpoint with `state`, and remove tensors that a frozen model loads elsewhere.
 
     Collective. Raises ConfigurationError on all ranks with the first difference and both values.
     """

@@ -9,7 +9,7 @@ A local checkpoint is each rank's own shard, on the disk or in the memory of its
 only the ranks and sizes of the run that wrote it. It is loaded if it is at least as new as the
 newest shared one, all ranks find their shard or a copy undamaged, and the arguments that shards
 depend on are the same. Otherwise the shared one is loaded, with a line that says why, and local
-ones are removed: the library would take them for newer than those to come.
+ones are removed, because the library would take them for newer than later ones.
 """
 
 import os
@@ -56,42 +56,42 @@ class Local(NamedTuple):
 
 
 def find_local(args: Namespace, manager: Any, shared: int, is_wanted: bool, peers: Peers) -> Local:
-    """Return the local checkpoint to load; iteration -1 if the shared one is. Collective.
+    """Return the local checkpoint to load; iteration -1 for the shared one. Collective.
 
     Removes a local one that is not loaded. manager is the library's, shared the newest shared
     iteration or -1, is_wanted whether a newer state is acceptable. Raises ConfigurationError on all
-    ranks for a folder that cannot be used or belongs to another run.
+    ranks for a folder that is unusable or belongs to another run.
     """
     place = _place(args, manager)
     try:
         has_own = on_each(peers, lambda: bool(place.files()))
-        lines = [one for mine in on_each(peers, partial(_tidy, place, has_own)) for one in mine]
-        held = on_each(peers, lambda: [(one.iteration, one.rank) for one in place.files()])
+        lines = [file for mine in on_each(peers, partial(_tidy, place, has_own)) for file in mine]
+        held = on_each(peers, lambda: [(file.iteration, file.rank) for file in place.files()])
         _check_own_folder(args, place, peers)
-        found = -1
+        newest = -1
         for iteration in sorted({number for files in held for number, _ in files}, reverse=True):
             reason = "this run starts from another one"
             if is_wanted:
                 reason = _reason_against(args, place, held, iteration, shared, peers)
             if reason is None:
-                found = iteration
+                newest = iteration
                 break
             lines.append(f"local checkpoint of iteration {iteration} is not loaded: {reason}")
-        on_each(peers, partial(keep_only, place, found))
+        on_each(peers, partial(keep_only, place, newest))
     except OSError as error:
         raise ConfigurationError(
             f"--non-persistent-local-ckpt-dir {args.non_persistent_local_ckpt_dir}: "
             f"{one_line(error)}"
         ) from error
     manager.latest_iteration = -1  # what it has seen before may be gone
-    if found != -1:
-        lines.append(f"local checkpoint of iteration {found} is loaded")
-        if manager.find_latest() != found:
+    if newest != -1:
+        lines.append(f"local checkpoint of iteration {newest} is loaded")
+        if manager.find_latest() != newest:
             raise ConfigurationError(
-                f"local checkpoint of iteration {found}: nvidia-resiliency-ext does not find it; "
+                f"local checkpoint of iteration {newest}: nvidia-resiliency-ext does not find it; "
                 f"remove {place.folder.parent} on all nodes"
             )
-    return Local(found, tuple(lines))
+    return Local(newest, tuple(lines))
 
 
 def _place(args: Namespace, manager: Any) -> NodeFolder:
@@ -112,7 +112,7 @@ def _reason_against(
     shared: int,
     peers: Peers,
 ) -> str | None:
-    """Why a local checkpoint is not the one to load; None where it is. Collective."""
+    """Return why a local checkpoint is not loaded; None if it is. Collective."""
     if iteration < shared:
         return f"that of iteration {shared} on shared storage is newer"
     mine = partial(_first_difference, args, place, iteration)
@@ -125,7 +125,7 @@ def _reason_against(
 
 
 def keepers_of(args: Namespace, rank: int) -> Iterable[int]:
-    """The ranks that keep a copy of its shard, as the library forms its groups."""
+    """Return the ranks that keep a copy of its shard, as the library forms its groups."""
     if not args.replication:
         return (rank,)
     jump, factor = args.replication_jump, args.replication_factor
@@ -134,7 +134,7 @@ def keepers_of(args: Namespace, rank: int) -> Iterable[int]:
 
 
 def _saved_args(file: LocalFile) -> Any:
-    """The arguments of the run that saved it. Reads no tensor."""
+    """Return the arguments of the run that saved it. Reads no tensor."""
     state = torch.load(file.path, map_location="cpu", mmap=True, weights_only=False)
     return state.common_state_dict["args"]
 

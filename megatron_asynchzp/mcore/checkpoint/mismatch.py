@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a checkpoint with the model before anything of the model is written; loads nothing."""
+"""Compares a checkpoint with the model before any load."""
 
 import re
 from argparse import Namespace
@@ -30,14 +30,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Difference(NamedTuple):
-    """A tensor that checkpoint and run do not share. what: about it, for the user."""
+    """A tensor that checkpoint and run do not share, and why, for the user."""
 
     tensor: str
-    what: str
+    detail: str
 
 
 class Facts(NamedTuple):
-    """A checkpoint's arguments (None: none), its tensors, and the names of all it has."""
+    """A checkpoint's arguments (None: none), its tensors, and all its names."""
 
     saved: Any
     shapes: Shapes
@@ -45,7 +45,7 @@ class Facts(NamedTuple):
 
 
 def read_facts(iteration_dir: str, peers: Peers) -> Facts:
-    """Read the facts, the same on all ranks; the first one reads. Collective."""
+    """Read the facts on the first rank, for all. Collective."""
     return on_first(peers, lambda: _read_facts(iteration_dir))
 
 
@@ -61,7 +61,7 @@ def compare(
         return f"is of another model: {describe(name, saved, args)}"
     is_lenient = args.dist_ckpt_strictness in _LENIENT
     mine = _find_unlike(shapes, wanted, may_miss=is_lenient)
-    if difference := next((one for one in peers.gather(mine) if one), None):
+    if difference := next((reported for reported in peers.gather(mine) if reported), None):
         return _explain(difference, args, saved, shapes)
     # With --finetune a part of a model may be taken over.
     return None if is_lenient or args.finetune else _find_unread(args, saved, shapes, wanted, peers)
@@ -90,51 +90,51 @@ def _find_unlike(
     shapes: Shapes, wanted: Iterable[ShardedTensor], may_miss: bool
 ) -> Difference | None:
     """Find the first tensor that differs in shape or, unless may_miss, is not in the checkpoint."""
-    for one in wanted:
-        was, now = shapes.get(one.key), tuple(one.global_shape)
+    for entry in wanted:
+        was, now = shapes.get(entry.key), tuple(entry.global_shape)
         if was is None and not may_miss:
-            return Difference(one.key, f"it has no tensor {one.key}")
-        if was not in (None, now) and not one.allow_shape_mismatch:
+            return Difference(entry.key, f"it has no tensor {entry.key}")
+        if was not in (None, now) and not entry.allow_shape_mismatch:
             was, now = ("x".join(map(str, shape)) for shape in (was, now))
             return Difference(
-                one.key, f"tensor {one.key} is {was} in the checkpoint and {now} in this run"
+                entry.key, f"tensor {entry.key} is {was} in the checkpoint and {now} in this run"
             )
     return None
 
 
 def _explain(difference: Difference, args: Namespace, saved: Any, shapes: Shapes) -> str:
-    tensor, what = difference
-    if found := _STATE.fullmatch(tensor):
-        if found["tensor"] in shapes:
-            return _explain_state(found["kind"], what, args, saved, shapes)
-        tensor = found["tensor"]
+    tensor, detail = difference
+    if match := _STATE.fullmatch(tensor):
+        if match["tensor"] in shapes:
+            return _explain_state(match["kind"], detail, args, saved, shapes)
+        tensor = match["tensor"]
     name = cause_of(tensor, differing(saved, args))
-    return f"is of another model: {f'{describe(name, saved, args)} ({what})' if name else what}"
+    return f"is of another model: {f'{describe(name, saved, args)} ({detail})' if name else detail}"
 
 
-def _explain_state(kind: str, what: str, args: Namespace, saved: Any, shapes: Shapes) -> str:
+def _explain_state(kind: str, detail: str, args: Namespace, saved: Any, shapes: Shapes) -> str:
     """Explain an unlike tensor of the optimizer, whose parameter's values the checkpoint has."""
     if not any(key.startswith(_OPTIMIZER) for key in shapes):
         return NO_OPTIMIZER
     names = ("bf16", "fp16") if kind in _MAIN_PARAM else ("optimizer", "sgd_momentum")
     for name in names:
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name):
-            return f"is of another optimizer: {describe(name, saved, args)} ({what})"
-    kinds = {found["kind"] for key in shapes if (found := _STATE.fullmatch(key))}
+            return f"is of another optimizer: {describe(name, saved, args)} ({detail})"
+    kinds = {match["kind"] for key in shapes if (match := _STATE.fullmatch(key))}
     if kinds <= set(_MAIN_PARAM):
         return (
             f"was saved before the first step of its optimizer and holds no moments; {_NEW_MOMENTS}"
         )
-    return f"is of another model: {what}"
+    return f"is of another model: {detail}"
 
 
 def _find_unread(
     args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
 ) -> str | None:
-    """An argument that differs, where the run has no use for tensors that come with it."""
+    """Find a differing argument whose tensors the run does not use."""
     if not (names := differing(saved, args)):
         return None
-    mine = {one.key for one in wanted}
+    mine = {entry.key for entry in wanted}
     unread = {key for key in shapes if not key.startswith(_OPTIMIZER) and cause_of(key, names)}
     for others in peers.gather(unread - mine):
         unread &= others

@@ -43,7 +43,6 @@ _CURRENT: ContextVar[Save | Load | None] = ContextVar("asynchzp_checkpoint", def
 
 @contextmanager
 def in_progress(operation: Save | Load) -> Iterator[None]:
-    """Make `operation` the one in progress within the context."""
     token = _CURRENT.set(operation)
     try:
         yield
@@ -52,24 +51,20 @@ def in_progress(operation: Save | Load) -> Iterator[None]:
 
 
 def current_save() -> Save | None:
-    """Return the save in progress."""
     operation = _CURRENT.get()
     return operation if isinstance(operation, Save) else None
 
 
 def current_load() -> Load | None:
-    """Return the load in progress."""
     operation = _CURRENT.get()
     return operation if isinstance(operation, Load) else None
 
 
 def is_shared_save() -> bool:
-    """Whether Megatron saves a checkpoint to shared storage."""
     save = current_save()
     return save is not None and not save.is_local
 
 
 def is_shared_load() -> bool:
-    """Whether Megatron loads a checkpoint from shared storage."""
     load = current_load()
     return load is not None and load.is_shared

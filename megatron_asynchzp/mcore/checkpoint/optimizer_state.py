@@ -61,7 +61,7 @@ class ScheduleRule(Enum):
 
 
 class FragmentPlace(NamedTuple):
-    """Which parameter a fragment belongs to: number `index` of `unit`."""
+    """The parameter of a fragment: number `index` of `unit`."""
 
     checkpoint: ChunkCheckpoint
     unit: HZPUnit
@@ -238,7 +238,7 @@ class OptimizerCheckpoint:
 
 
 def _has_momentum(group: Mapping) -> bool:
-    """Whether it is a group of SGD or Muon, which count no steps."""
+    """Return whether it is a group of SGD or Muon, which count no steps."""
     return "momentum" in group
 
 
@@ -259,8 +259,8 @@ def pair_groups(
 
     Settings that separate groups pair them. Megatron's identity of a group also has its schedule,
     which another --lr changes: it counts under EQUAL alone. Groups that differ in nothing else are
-    paired by the run's own rate, or, if several, if all rates are the saved ones times one factor.
-    Raises ConfigurationError for a group with no partner, or with several.
+    paired by the run's own rate, or, if several, if all rates are the saved ones times a common
+    factor. Raises ConfigurationError for a group with no partner, or with several.
     """
     return [_partner(group, groups, saved, rule) for group in groups]
 
@@ -269,7 +269,8 @@ def _partner(
     group: Mapping, groups: Sequence[Mapping], saved: Sequence[Mapping], rule: ScheduleRule
 ) -> Mapping:
     mine, theirs = (
-        [one for one in side if _structure(one) == _structure(group)] for side in (groups, saved)
+        [candidate for candidate in side if _structure(candidate) == _structure(group)]
+        for side in (groups, saved)
     )
     if not theirs:
         raise ConfigurationError(
@@ -277,7 +278,7 @@ def _partner(
             "with the flags it was saved with, or pass --no-load-optim"
         )
     if rule is ScheduleRule.EQUAL:
-        same = [one for one in theirs if _identity(one) == _identity(group)]
+        same = [candidate for candidate in theirs if _identity(candidate) == _identity(group)]
         if not same:
             raise ConfigurationError(
                 f"the checkpoint has no parameter group with {_described(group, _IDENTITY)}; add "
@@ -285,9 +286,9 @@ def _partner(
                 "--use-checkpoint-opt-param-scheduler to go by the checkpoint's"
             )
         return same[0]
-    if rule is ScheduleRule.OF_RUN and len({_settings(one) for one in theirs}) == 1:
+    if rule is ScheduleRule.OF_RUN and len({_settings(candidate) for candidate in theirs}) == 1:
         return theirs[0]  # of which no schedule is taken
-    if all("default_config" in one for one in (*mine, *theirs)):
+    if all("default_config" in candidate for candidate in (*mine, *theirs)):
         is_default = group["default_config"]
         mine, theirs = ([g for g in s if g["default_config"] == is_default] for s in (mine, theirs))
     mine, theirs = sorted(mine, key=_rates), sorted(theirs, key=_rates)
@@ -300,12 +301,12 @@ def _partner(
             f"{_described(group, _STRUCTURE)}, and their rates do not tell which is which; resume "
             "with the rates it was saved with, or pass --no-load-optim"
         )
-    return theirs[next(i for i, one in enumerate(mine) if one is group)]
+    return theirs[next(i for i, candidate in enumerate(mine) if candidate is group)]
 
 
 def _are_proportional(some: Sequence[float], others: Sequence[float]) -> bool:
-    largest, other = max(some), max(others)
-    return all(isclose(a * other, b * largest, rel_tol=1e-6) for a, b in zip(some, others))
+    largest, partner = max(some), max(others)
+    return all(isclose(a * partner, b * largest, rel_tol=1e-6) for a, b in zip(some, others))
 
 
 def _rates(group: Mapping) -> tuple[float, ...]:
@@ -313,7 +314,7 @@ def _rates(group: Mapping) -> tuple[float, ...]:
 
 
 def _settings(group: Mapping) -> str:
-    """Return all settings of a group that belong to no schedule, and to no run."""
+    """Return the settings of a group that belong neither to a schedule nor to a run."""
     left_out = {"params", "step", *_SCHEDULE}
     return repr(sorted((key, value) for key, value in group.items() if key not in left_out))
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the lines about how far a long save or load is."""
+"""Owns the progress lines of a long save or load."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ _PROCESS_IO = Path("/proc/self/io")
 
 @contextmanager
 def log_progress(
-    what: str, count_bytes: Callable[[], int], is_logged: bool = True, every_s: float = _EVERY_S
+    action: str, count_bytes: Callable[[], int], is_logged: bool = True, every_s: float = _EVERY_S
 ) -> Iterator[None]:
     """Print the bytes done every `every_s` seconds while the body runs, if is_logged.
 
-    count_bytes runs in a thread of its own, from any fixed moment. A short body prints nothing.
+    count_bytes runs in a thread of its own. A short body prints nothing.
     """
     if not is_logged:
         yield
@@ -30,7 +30,7 @@ def log_progress(
         while not is_done.wait(every_s):
             gib = (_count(count_bytes) - start) / 2**30
             seconds = time.monotonic() - start_s
-            print(f"megatron_asynchzp: {what}: {gib:.2f} GiB after {seconds:.0f} s", flush=True)
+            print(f"megatron_asynchzp: {action}: {gib:.2f} GiB after {seconds:.0f} s", flush=True)
 
     watcher = threading.Thread(target=watch, name="asynchzp-progress", daemon=True)
     watcher.start()
@@ -56,6 +56,6 @@ def bytes_in(directory: Path | str) -> int:
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read from files, where the system counts them."""
+    """Return the bytes that this process has read from files, if the system counts them."""
     words = _PROCESS_IO.read_text().split()
     return int(words[words.index("rchar:") + 1])

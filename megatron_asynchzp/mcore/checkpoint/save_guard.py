@@ -76,10 +76,10 @@ def guard_save_checkpoint(
 def guard_save(
     save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration_dir: Path | str, state: Any
 ) -> Any:
-    """Call dist_checkpointing.save into a clean directory, with a manifest at the end.
+    """Call dist_checkpointing.save into a clean directory; write a manifest after all ranks.
 
-    The manifest waits for all ranks. --asynchzp-save-trained-only reduces state, the sharded state
-    dict. Raises as guard_save_checkpoint.
+    --asynchzp-save-trained-only reduces state, the sharded state dict. Raises as
+    guard_save_checkpoint.
     """
     peers = peers_of_job()
     if is_trained_only(args):
@@ -122,8 +122,6 @@ def _explained(
 
 
 class _WriterLog(logging.Handler):
-    """Keeps the first error that Megatron's writer logs."""
-
     def __init__(self):
         super().__init__(logging.ERROR)
         self.reason: str | None = None
@@ -157,20 +155,19 @@ def _naming_save(saves: SaveLog, iteration_dir: Path | str | None) -> Iterator[N
         try:
             yield
         except RuntimeError as error:
-            where = collective_of(error)
-            if where is None or isinstance(error, (CollectiveFailure, torch.OutOfMemoryError)):
+            collective = collective_of(error)
+            if collective is None or isinstance(error, (CollectiveFailure, torch.OutOfMemoryError)):
                 raise
-            raise CollectiveFailure.of(saves.title(where) or where, error) from error
+            raise CollectiveFailure.of(saves.title(collective) or collective, error) from error
 
 
 def _free_space(iteration_dir: Path | str) -> str:
     try:
-        found = os.statvfs(Path(iteration_dir).parent)
+        status = os.statvfs(Path(iteration_dir).parent)
     except OSError:
         return ""
-    return f" ({found.f_bavail * found.f_frsize >> 20} MiB are free there)"
+    return f" ({status.f_bavail * status.f_frsize >> 20} MiB are free there)"
 
 
 def non_persistent_dir(args: Namespace, folder: str | None) -> str:
-    """Where Megatron keeps non-persistent checkpoints on shared storage."""
     return args.non_persistent_global_ckpt_dir or os.path.join(folder or "", "non_persistent")

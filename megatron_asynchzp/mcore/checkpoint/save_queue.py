@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the queue on which Megatron's checkpoint writer returns what it has written."""
+"""Owns the queue on which Megatron's checkpoint writer returns its results."""
 
 import queue
 

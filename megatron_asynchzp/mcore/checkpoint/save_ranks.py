@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks write and read which parts of a shared checkpoint.
+"""Decides which ranks write and read which parts of a shared checkpoint.
 
 [Note: fewer and longer runs]
 Cut over all ranks, each tensor of a checkpoint has as many parts as there are ranks, and each part
 is an entry of the index, which every rank reads in a load. So at most `--asynchzp-save-ranks` of
 the ranks that share a unit's optimizer states write it. Members of the outermost axis hold adjacent
-runs of elements (see topology.shard_range), which join to one run. Members take turns by unit, so
-that each writes about as much as it holds. Runs are joined on the host, where a writer copies them
-from a device anyway, through two buffers of bounded size.
+runs of elements (see topology.shard_range), which are joined. Members take turns by unit, so each
+writes about as much as it holds. Runs are joined on the host, where a writer copies them from a
+device anyway, through two buffers of bounded size.
 """
 
 from argparse import Namespace
@@ -34,7 +34,7 @@ EXCHANGE_NBYTES = 1 << 26
 
 
 def is_read_here(unit: HZPUnit) -> bool:
-    """Whether this rank reads what it holds of the unit, and does not hear it from a replica."""
+    """Return whether this rank reads its part of the unit, instead of getting it from a replica."""
     return unit.groups.topology.replica_index == 0 or not is_shared_load()
 
 
@@ -49,7 +49,7 @@ def broadcast_to_replicas(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> Non
 
 
 def most_writers(args: Namespace, groups: ShardGroups) -> int:
-    """How many of the ranks that share the optimizer states of a unit write it at most."""
+    """Return how many of the ranks that share a unit's optimizer states write it at most."""
     given = getattr(args, "asynchzp_save_ranks", None)
     if given is not None:
         return given
@@ -62,14 +62,16 @@ def joined_along(sizes: Sequence[int], most: int) -> tuple[int, ...]:
     left, factors = prod(sizes), []
     for size in sizes:
         # Of the divisors the smallest that is enough; the last is the size itself.
-        enough = (one for one in range(1, size + 1) if size % one == 0 and left // one <= most)
+        enough = (
+            factor for factor in range(1, size + 1) if size % factor == 0 and left // factor <= most
+        )
         factors.append(next(enough, size))
         left //= factors[-1]
     return tuple(factors)
 
 
 class Held(NamedTuple):
-    """A rank's part of one state of a unit.
+    """A rank's part of a state of a unit.
 
     values (1-D) of parameter `index` are the elements `part` of the unit's flat layout; replica is
     0 on the one rank that writes them.
@@ -82,7 +84,7 @@ class Held(NamedTuple):
 
 
 def held_part(unit: HZPUnit, index: int, values: torch.Tensor) -> Held:
-    """`values`: what this rank's optimizer shard has of parameter `index`."""
+    """Describe `values`, the elements of parameter `index` in this rank's optimizer shard."""
     part = unit.layout.slices[index].range.intersect(unit.optim_range)
     return Held(index, part, values, unit.groups.topology.replica_index)
 
@@ -105,7 +107,7 @@ class _Run:
 
 
 def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, str, Held]]:
-    """Yield what this rank writes of `states`, which has the same units on all their ranks.
+    """Yield the runs of `states` that this rank writes; all their ranks have the same units.
 
     A shared save is collective over the ranks that share optimizer states; any other yields this
     rank's own.
@@ -126,7 +128,7 @@ def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, s
             continue
         for unit in units:
             for name, held in states[unit].items():
-                yield from ((unit, name, one) for one in held)
+                yield from ((unit, name, part) for part in held)
 
 
 def _joined(
@@ -154,13 +156,13 @@ def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> It
     for number, unit in enumerate(units):
         for name, held in states[unit].items():
             if held:
-                indices = {one.index for one in held}
+                indices = {part.index for part in held}
                 kinds[name, number] = (held[0].values.dtype, indices)
     for axis in axes:
         heard: list[dict] = [{} for _ in axis.ranks]
         dist.all_gather_object(heard, kinds, group=axis.group)
         kinds = {}
-        for key, (dtype, indices) in (item for one in heard for item in one.items()):
+        for key, (dtype, indices) in (item for part in heard for item in part.items()):
             kinds.setdefault(key, (dtype, set()))[1].update(indices)
     for (name, number), (dtype, indices) in sorted(kinds.items(), key=lambda item: item[0]):
         unit = units[number]
@@ -169,23 +171,21 @@ def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> It
 
 
 class _Reader:
-    """Reads elements from where a rank holds them; what nobody holds (padding) stays as it is."""
+    """Reads elements from a rank's parts; elements of no rank (padding) stay as they are."""
 
     def __init__(self, origin: int, held: Iterable[Held]):
         self._origin, self._held = origin, held
 
     def __call__(self, start: int, stop: int, into: torch.Tensor) -> None:
         wanted = Range(self._origin + start, self._origin + stop)
-        for one in self._held:
-            part = one.part.intersect(wanted)
-            if part.numel:
-                at = slice(*part.within(wanted))
-                into[at].copy_(one.values[slice(*part.within(one.part))])
+        for held in self._held:
+            common = held.part.intersect(wanted)
+            if common.numel:
+                at = slice(*common.within(wanted))
+                into[at].copy_(held.values[slice(*common.within(held.part))])
 
 
 class _Whole:
-    """Reads elements of a tensor (1-D)."""
-
     def __init__(self, values: torch.Tensor):
         self.values = values
 
@@ -224,7 +224,7 @@ _Piece = tuple[int, int, int]
 
 
 def _batches(runs: Sequence[_Run], factor: int) -> Iterator[list[_Piece]]:
-    """Pieces that are sent at once: a rank sends and gets EXCHANGE_NBYTES at most."""
+    """Yield pieces that are sent at once: a rank sends and gets EXCHANGE_NBYTES at most."""
     batch: list[_Piece] = []
     sent, got = 0, [0] * factor
     for number, run in enumerate(runs):
@@ -248,20 +248,20 @@ def _exchange_pieces(
     axis: AxisGroup,
     factor: int,
 ) -> None:
-    """Exchange pieces by one all-to-all. runs: of the pieces."""
+    """Exchange pieces by an all-to-all. runs: of the pieces."""
     device, coordinate = runs[0].unit.device, axis.axis.coordinate
     first = coordinate // factor * factor
-    order = sorted(range(len(pieces)), key=lambda one: runs[one].turn % factor)
+    order = sorted(range(len(pieces)), key=lambda index: runs[index].turn % factor)
     nbytes = [(stop - start) * run.dtype.itemsize for run, (_, start, stop) in zip(runs, pieces)]
     sent = torch.zeros(sum(nbytes), dtype=torch.uint8, device=device)
     sent_splits, at = [0] * axis.axis.size, 0
-    for one in order:
-        run, (_, start, stop) = runs[one], pieces[one]
+    for index in order:
+        run, (_, start, stop) = runs[index], pieces[index]
         piece = torch.zeros(stop - start, dtype=run.dtype, device=device)
         run.read(start, stop, piece)
-        sent[at : at + nbytes[one]].copy_(piece.view(torch.uint8))
-        sent_splits[first + run.turn % factor] += nbytes[one]
-        at += nbytes[one]
+        sent[at : at + nbytes[index]].copy_(piece.view(torch.uint8))
+        sent_splits[first + run.turn % factor] += nbytes[index]
+        at += nbytes[index]
     own = sent_splits[coordinate]
     received_splits = [
         own if first <= place < first + factor else 0 for place in range(axis.axis.size)
@@ -269,14 +269,14 @@ def _exchange_pieces(
     received = torch.empty(own * factor, dtype=torch.uint8, device=device)
     run_steps(all_to_all_steps(received, received_splits, sent, sent_splits, axis))
     on_host, at = received.cpu(), 0
-    for one in order:
-        number, start, stop = pieces[one]
-        result, itemsize = results[number], runs[one].dtype.itemsize
+    for index in order:
+        number, start, stop = pieces[index]
+        result, itemsize = results[number], runs[index].dtype.itemsize
         if result is None:
             continue
         into = result.view(torch.uint8)
         for place in range(factor):
-            begin = (place * runs[one].numel + start) * itemsize
-            came = on_host[place * own + at :][: nbytes[one]]
-            into[begin : begin + nbytes[one]].copy_(came)
-        at += nbytes[one]
+            begin = (place * runs[index].numel + start) * itemsize
+            came = on_host[place * own + at :][: nbytes[index]]
+            into[begin : begin + nbytes[index]].copy_(came)
+        at += nbytes[index]

@@ -48,7 +48,7 @@ FROZEN_KEY = "asynchzp_frozen_shards"
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run of one parameter's elements that lies in one box of a stored tensor.
+    """A run of a parameter's elements that lies in one box of a stored tensor.
 
     Most parameters are one; Megatron stores the two halves of a gated MLP apart, so that each can
     be split anew over tensor-parallel ranks. entry has key, shape and offset without data; start is
@@ -63,8 +63,8 @@ class StoredRun:
     ) -> Iterator[ShardedTensor]:
         """Return entries, sharing memory, for the part of this run in `values` (1-D).
 
-        values are the elements `held` of the parameter; replica is 0 on the one rank that writes
-        them; prefix precedes the key.
+        values are the elements `held` of the parameter; replica is 0 on the rank that writes them;
+        prefix precedes the key.
         """
         own = Range(self.start, self.start + prod(self.entry.local_shape))
         part = held.intersect(own)
@@ -103,11 +103,11 @@ def find_stored_runs(
         entries = list(nested_values(built))
     else:
         entries = [replace(entry, data=whole)]
-    views: list[Any] = [one.data for one in entries]
+    views: list[Any] = [part.data for part in entries]
     is_view = all(view is whole or view._base is whole for view in views)
     if not is_view or sum(view.numel() for view in views) != param.numel():
         raise ConfigurationError(f"{entry.key} is stored in a form that cannot be sharded")
-    cut = (_contiguous_pieces(one, view, ()) for one, view in zip(entries, views, strict=True))
+    cut = (_contiguous_pieces(part, view, ()) for part, view in zip(entries, views, strict=True))
     return [piece for pieces in cut for piece in pieces]
 
 
@@ -136,7 +136,7 @@ def _contiguous_pieces(
 
 
 class ChunkCheckpoint:
-    """The part of a checkpoint that one model chunk writes and reads.
+    """The part of a checkpoint that a model chunk writes and reads.
 
     It replaces the chunk's own `sharded_state_dict`, because Megatron asks the unwrapped model,
     whose parameters are placeholders. With snapshots it hands out copies, for writers that work
@@ -172,7 +172,7 @@ class ChunkCheckpoint:
         return state
 
     def stored_runs(self) -> dict[torch.nn.Parameter, list[list[StoredRun]]]:
-        """Return the stored runs of each parameter, a list for each of its names.
+        """Return the stored runs of each parameter, by each of its names.
 
         Raises ConfigurationError for a parameter that cannot be stored.
         """
@@ -181,7 +181,7 @@ class ChunkCheckpoint:
     def _stored_runs(
         self, *args: Any, **kwargs: Any
     ) -> tuple[dict[torch.nn.Parameter, list[list[StoredRun]]], dict[str, Any]]:
-        """stored_runs(), and whatever else the model's sharded_state_dict holds."""
+        """Return stored_runs(), and the rest of the model's sharded_state_dict."""
         params = {id(param): param for unit in self._runtime.units for param in unit.params}
         entries, rest = extract_matching_values(
             self._describe(*args, **kwargs),
@@ -215,24 +215,21 @@ class ChunkCheckpoint:
             yield from self.shards_of(unit, held)
 
     def current_values(self, values: torch.Tensor) -> torch.Tensor:
-        """See StepScheduler.current_values."""
         return self._runtime.current_values(values)
 
     @property
     def units(self) -> Sequence[HZPUnit]:
-        """Return all units of the chunk."""
         return self._runtime.units
 
     def shards_of(self, unit: HZPUnit, held: Held, prefix: str = "") -> Iterator[ShardedTensor]:
-        """Entries for `held` of one of its units."""
         whole = unit.layout.slices[held.index].range
         part = held.part.within(whole) if held.part.numel else Range(0, 0)
         for copy in self._pieces[unit.params[held.index]]:
-            for one in copy:
-                yield from one.shards(held.values, part, held.replica, prefix)
+            for run in copy:
+                yield from run.shards(held.values, part, held.replica, prefix)
 
     def as_state(self, shards: Sequence[ShardedTensor], key: str = SHARDS_KEY) -> dict[str, Any]:
-        """`shards` as a part of a state dict, under `key`; empty without shards."""
+        """Return `shards` as a part of a state dict, under `key`; empty without shards."""
         own = torch.clone if self._snapshots else _with_own_storage
         shards = [replace(shard, data=own(shard.data)) for shard in shards]  # pyright: ignore[reportArgumentType]
         return {key: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
@@ -257,19 +254,20 @@ class ChunkCheckpoint:
         self._runtime.complete_params()
 
     def _load_rest(self, state_dict: dict[str, Any]) -> None:
-        """Buffers and extra states, which every rank has whole."""
         own = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         missing, unexpected = self._model.load_state_dict(state_dict, strict=False)
         # Transformer Engine's extra states come and go with its versions; Megatron lets them.
         missing = [n for n in missing if n not in own and not n.endswith("_extra_state")]
         unexpected = [name for name in unexpected if not name.endswith("_extra_state")]
         if missing or unexpected:
-            what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
-            raise ConfigurationError(f"the checkpoint {what} the model")
+            fault = (
+                f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
+            )
+            raise ConfigurationError(f"the checkpoint {fault} the model")
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage ends where it ends.
+    """Return the same memory as a tensor whose storage ends with it.
 
     Megatron's writer copies a host tensor of a larger storage, because torch would write all of it.
     """

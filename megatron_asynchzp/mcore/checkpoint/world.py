@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how all ranks of a job look at a folder of checkpoints together, and log what they saw."""
+"""Lets all ranks of a job examine a folder of checkpoints together, and log the result."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,31 +11,29 @@ from megatron_asynchzp.checkpoint_files.peers import Peers
 
 
 class WorldPeers(Peers):
-    """All ranks of the job, which look at a directory together."""
+    """All ranks of the job."""
 
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return `mine` of every rank. Collective."""
         all_of_them: list[Any] = [None] * self.size
         dist.all_gather_object(all_of_them, mine)
         return all_of_them
 
     def broadcast(self, mine: Any) -> Any:
-        """Return `mine` of rank 0. Collective."""
         box = [mine]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
 
 def peers_of_job() -> Peers:
-    """Return all ranks, or this process where it is alone."""
+    """Return all ranks, or this process if it is alone."""
     return WorldPeers() if dist.is_initialized() else Peers()
 
 
 def log(lines: Iterable[str | None], peers: Peers) -> None:
-    """Print them once, with the name of this package."""
+    """Print the lines once, with the name of this package."""
     for line in lines:
         if line is not None and peers.rank == 0:
             print(f"megatron_asynchzp: {line}", flush=True)

@@ -58,7 +58,7 @@ get_model = replaces(
 def _prepare_own_graphs() -> None:
     """Raise ConfigurationError for untested local graphs; keep everything on the current stream.
 
-    Before graphs have memory Megatron would go on on another stream, which waits for nothing.
+    Before graphs have memory Megatron would continue on another stream, which waits for nothing.
     """
     import torch
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
@@ -230,7 +230,7 @@ def _named_failure(impl: str) -> Iterator[None]:
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Let what is drawn inside, to warm up, be drawn again."""
+    """Let random numbers drawn inside, to warm up, be drawn again."""
     import torch
     from megatron.core.tensor_parallel.random import get_all_rng_states
 

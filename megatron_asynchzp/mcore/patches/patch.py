@@ -50,18 +50,18 @@ class Patch:
         return self.target.rpartition(".")[2]
 
     def parameters_in(self, version: str) -> tuple[str, ...]:
-        """Return the names of the parameters in a version of megatron-core."""
-        found = Version.of(version)
+        installed = Version.of(version)
 
         def is_in(limit: str) -> bool:
             last = limit.removeprefix("-")
-            return found <= Version.of(last) if last != limit else found >= Version.of(limit)
+            return (
+                installed <= Version.of(last) if last != limit else installed >= Version.of(limit)
+            )
 
         split = [text.rstrip("]").partition("[") for text in self.parameters.split()]
         return tuple(name for name, _, limit in split if not limit or is_in(limit))
 
     def is_needed_in(self, version: str) -> bool:
-        """Return whether a version of megatron-core needs this patch."""
         return not self.last or Version.of(version) <= Version.of(self.last)
 
     def make(self, original: Callable) -> Callable:
@@ -98,11 +98,11 @@ def found_version() -> str:
     return info.__version__
 
 
-def mismatch(symbol: str, found: str) -> ConfigurationError:
+def mismatch(symbol: str, fact: str) -> ConfigurationError:
     """Return the error for a Megatron with another `symbol`; `found` is a verb and the fact."""
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
-        f"{symbol} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
+        f"{symbol} {fact}; megatron-core {info.__version__} was found at {info.__file__}, "
         f"and this version of megatron_asynchzp is made for {' and '.join(MEGATRON)}; {_REMEDY}"
     )
 
@@ -120,11 +120,11 @@ def _load(patch: Patch) -> tuple[ModuleType, Callable]:
 
 
 def _check_signature(patch: Patch, original: Callable) -> None:
-    found = tuple(inspect.signature(original).parameters)
+    names = tuple(inspect.signature(original).parameters)
     wanted = patch.parameters_in(found_version())
-    if found != wanted:
+    if names != wanted:
         raise mismatch(
-            patch.target, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected"
+            patch.target, f"takes ({', '.join(names)}), not ({', '.join(wanted)}) as expected"
         )
 
 

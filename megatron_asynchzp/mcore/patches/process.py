@@ -46,8 +46,8 @@ def print_rank_last(original: Callable, message: Any) -> None:
             message += f" exposed comm (ms): {report.exposed_ms:.1f} |"
         if report.overlap_percent is not None:
             message += f" overlap (%): {report.overlap_percent:.1f} |"
-        for what, (saved, nbytes) in communication.kept().items():
-            message += f" {what} saved: {saved} ({nbytes / 2**20:.1f} MiB kept) |"
+        for kind, (saved, nbytes) in communication.kept().items():
+            message += f" {kind} saved: {saved} ({nbytes / 2**20:.1f} MiB kept) |"
         write_scalars(communication, report)
     return original(message)
 

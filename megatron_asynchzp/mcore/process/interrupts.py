@@ -27,12 +27,12 @@ def watch_interrupts(
     why_terminated: Callable[[], str] = lambda: "ended by SIGTERM",
     grace_s: float = _GRACE_S,
 ) -> Callable[[], None]:
-    """End this process by SIGINT or SIGTERM even if the main thread does not come back to Python.
+    """End this process by SIGINT or SIGTERM even if the main thread never returns to Python.
 
-    SIGINT prints the line of an interrupt after `grace_s` seconds in which it did not. SIGTERM,
-    which torchrun sends to the ranks of a node when one has failed, prints why_terminated(), which
-    may take its time. Does nothing outside the main thread, or if SIGINT or its file is in other
-    hands, and leaves a SIGTERM with a handler alone. Returns a function that ends the watch.
+    SIGINT prints the line of an interrupt if the main thread has not within `grace_s` seconds.
+    SIGTERM, which torchrun sends to a node's ranks when one has failed, prints why_terminated(),
+    which may take its time. Does nothing outside the main thread, or if other code handles SIGINT
+    or its file, and leaves a SIGTERM with a handler alone. Returns a function that ends the watch.
     """
     if threading.current_thread() is not threading.main_thread():
         return _nothing
@@ -86,7 +86,7 @@ def watch_interrupts(
 
 
 def _end_in_thread(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGTERM: the thread that watches is told by the signal's file."""
+    """Handle SIGTERM: the signal's file wakes the watching thread."""
 
 
 def _forget_in_child() -> None:

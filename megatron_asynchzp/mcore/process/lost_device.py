@@ -31,12 +31,11 @@ def sign_of_device(environ: Mapping[str, str], files: Path) -> str | None:
     if any(devices in _NONE_CHOSEN for devices in chosen.values()):
         return None
     named = chosen | {name: environ[name] for name in _ALLOTTED if environ.get(name)}
-    found = [str(path) for pattern in _DEVICE_FILES for path in sorted(files.glob(pattern))]
-    return next(iter([*found, *(f"{name}={value}" for name, value in named.items())]), None)
+    paths = [str(path) for pattern in _DEVICE_FILES for path in sorted(files.glob(pattern))]
+    return next(iter([*paths, *(f"{name}={value}" for name, value in named.items())]), None)
 
 
 def _torchs_reason() -> str:
-    """In one line."""
     import torch
 
     if torch.version.cuda is None:

@@ -64,7 +64,6 @@ def is_on_cpu() -> bool:
 
 
 def is_cpu_asked(argv: list[str]) -> bool:
-    """Whether --asynchzp-device in `argv` asks for the CPU platform."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_argument_of(parser, "device")
     try:
@@ -76,9 +75,8 @@ def is_cpu_asked(argv: list[str]) -> bool:
 def are_dataset_helpers_ready() -> bool:
     """Return whether the compiled dataset helpers work without Megatron's `make`.
 
-    A wheel has them, and no Makefile. The CPU platform asks no Makefile either: a checkout may have
-    borrowed them. Raises ConfigurationError if they cannot be imported and nothing can compile
-    them.
+    A wheel has them, and no Makefile. The CPU platform asks no Makefile either, because a checkout
+    may have borrowed them. Raises ConfigurationError if they cannot be imported nor compiled.
     """
     (folder, *_) = importlib.import_module("megatron.core.datasets").__path__
     has_makefile = Path(folder, "Makefile").is_file()
@@ -110,8 +108,10 @@ def reason_for_cpu(argv: list[str]) -> str | None:
 def _has_accelerator() -> bool:
     import torch
 
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type in _ACCELERATORS
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator is not None and accelerator.type in _ACCELERATORS
 
 
 def _lend_dataset_helpers() -> None:

@@ -47,7 +47,7 @@ def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
 
 
 def world_size() -> int | None:
-    """Ranks of the run, which torchrun gives to each of them; None for a process without it."""
+    """Return the number of ranks, which torchrun tells each; None for a process without it."""
     ranks = os.environ.get("WORLD_SIZE", "")
     return int(ranks) if ranks.isdecimal() else None
 
@@ -55,7 +55,7 @@ def world_size() -> int | None:
 def report(error: BaseException) -> None:
     """Print an error of ours as one line on stderr, once per node.
 
-    torchrun repeats it in the table that it ends with, where it is the last line on the screen.
+    torchrun repeats it in its final table, as the last line on the screen.
     """
     obey_sigterm()
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -69,14 +69,14 @@ def report(error: BaseException) -> None:
 def obey_sigterm() -> None:
     """Let SIGTERM end this process, whose main thread is about to end anyway.
 
-    A run that saves has Megatron's handler, which only takes note: torchrun, which sends SIGTERM to
-    all ranks when one has failed, would wait for them.
+    A run that saves has Megatron's handler, which only notes the signal: torchrun, which sends it
+    to all ranks when one has failed, would wait for them.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _leave_for_torchrun(line: str) -> None:
-    """In the file and form in which torch.distributed.elastic expects the error of a rank."""
+    """Write a rank's error in the file and form of torch.distributed.elastic."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

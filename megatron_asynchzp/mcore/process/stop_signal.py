@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns whether any rank of the world was asked to end its run (SIGTERM), as all of them know it."""
+"""Owns whether any rank of the world was asked to end its run (SIGTERM)."""
 
 import sys
 from typing import Any
@@ -13,16 +13,15 @@ from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailur
 
 
 class StopSignal:
-    """One small all-reduce a step, in place of Megatron's all-gather and its wait for each rank.
+    """A small all-reduce per step, in place of Megatron's all-gather and its wait for each rank.
 
-    It goes over the world: the ranks of a pipeline or of a tensor-parallel group, which meet in no
+    It goes over the world: the ranks of a pipeline or of a tensor-parallel group, which share no
     sharding group, save the same step too.
 
         host     ... norm of the gradients | share | updates ... | signals_received
         device   ... all-reduce of it      | all-reduce, copy | updates ...
 
-    The norm has held the host: the answer is there before the updates are, and no rank waits for
-    it.
+    The norm has held the host, so the answer arrives before the updates and no rank waits for it.
     """
 
     def __init__(self, device: Device, limit_s: float):
@@ -30,15 +29,15 @@ class StopSignal:
         self._answer: torch.Tensor | None = None  # on the host
         self._event: Any = None
 
-    def share(self, where: torch.device) -> None:
+    def share(self, device: torch.device) -> None:
         """Exchange signals with all ranks. Collective over the world in each step.
 
-        Does nothing if the run has no handler. where is the device of the model.
+        Does nothing if the run has no handler.
         """
         if (was_asked := _was_asked()) is None:
             return
         # Filled on the device: a copy from the host would hold it.
-        flag = torch.full((1,), int(was_asked), dtype=torch.int32, device=where)
+        flag = torch.full((1,), int(was_asked), dtype=torch.int32, device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)  # in the current stream, to which `flag` belongs
         if self._answer is None:
             self._answer = self._device.new_host_memory((1,), flag.dtype)
@@ -46,7 +45,7 @@ class StopSignal:
         self._event = self._device.record_event()
 
     def signals_received(self) -> list[bool]:
-        """As of Megatron's handler: whether there was a signal, the same on all ranks."""
+        """Return Megatron's answer, a list, the same on all ranks."""
         if self._answer is None:
             return [False]
         if not self._device.synchronize(self._event, self._limit_s):

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's layers in FP8 or FP4 with bf16 shards.
 
-Owned are the demands on the machine, the quantised copies of weights that outlive a layer's call,
-and the weights that travel as FP8 codes.
+Owns the demands on the machine, the quantised copies of weights that outlive a layer's call, and
+the weights that travel as FP8 codes.
 """
 
 from argparse import Namespace
@@ -30,11 +30,11 @@ _ANSWERS = {
 def refuse_missing_te(args: Namespace) -> None:
     """Raise ConfigurationError if this machine lacks what FP8, FP4 or CUDA graphs need."""
     if args.fp8:
-        recipe, what = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
+        recipe, flags = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
     elif args.fp4:
-        recipe, what = args.fp4_recipe, f"--fp4-format {args.fp4} --fp4-recipe {args.fp4_recipe}"
+        recipe, flags = args.fp4_recipe, f"--fp4-format {args.fp4} --fp4-recipe {args.fp4_recipe}"
     elif args.cuda_graph_impl != "none":
-        recipe, what = None, f"--cuda-graph-impl {args.cuda_graph_impl}"
+        recipe, flags = None, f"--cuda-graph-impl {args.cuda_graph_impl}"
     else:
         return
     from megatron.core.utils import get_te_version, is_te_min_version
@@ -43,23 +43,23 @@ def refuse_missing_te(args: Namespace) -> None:
         import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigurationError(
-            f"{what} needs Transformer Engine {_LEAST} or later ({error}); "
+            f"{flags} needs Transformer Engine {_LEAST} or later ({error}); "
             'pip install "transformer_engine[pytorch]", or leave the flags out'
         ) from error
     if not is_te_min_version(_LEAST):
         raise ConfigurationError(
-            f"{what} needs Transformer Engine {_LEAST} or later, and {get_te_version()} is "
+            f"{flags} needs Transformer Engine {_LEAST} or later, and {get_te_version()} is "
             "installed; install a later one, or leave the flags out"
         )
     if recipe is None:
         return
     is_possible, reason = getattr(te, _ANSWERS.get(recipe, "is_fp8_available"))(return_reason=True)
     if not is_possible:
-        raise ConfigurationError(f"{what}: {reason} Choose another recipe, or leave it out")
+        raise ConfigurationError(f"{flags}: {reason} Choose another recipe, or leave it out")
 
 
 def forget_copies(module: nn.Module, config: Any) -> None:
-    """Make layers quantise the gathered weight again in backward, in place of keeping copies."""
+    """Make layers quantise the gathered weight again in backward instead of keeping copies."""
     for layer in _quantising(module, config):
         if not _keeps(layer, config):
             layer._is_fsdp2 = True
@@ -74,9 +74,9 @@ def kept_nbytes(module: nn.Module, config: Any) -> int:
 
 
 def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
-    """The layers of Transformer Engine that have weights, where a model computes in FP8 or FP4."""
+    """Yield Transformer Engine's layers with weights if the model computes in FP8 or FP4."""
     if config.fp8 or config.fp4:
-        yield from (one for one in module.modules() if hasattr(one, "_fp8_workspaces"))
+        yield from (layer for layer in module.modules() if hasattr(layer, "_fp8_workspaces"))
 
 
 def _keeps(layer: Any, config: Any) -> bool:
@@ -96,7 +96,7 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
     from transformer_engine.pytorch import fp8  # pyright: ignore[reportMissingImports]
 
     def grid_of(recipe: Any) -> WeightGrid | None:
-        """None: weights have more scales than one for each code of theirs."""
+        """Return None for weights that have more scales than one for each code of theirs."""
         is_blocked = recipe.float8_block_scaling() and recipe.w_block_scaling_dim == 2
         if not (is_blocked or recipe.float8_current_scaling()):
             return None
@@ -110,13 +110,15 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
     grid = grid_of(get_fp8_recipe(config))
     if grid is None:
         return
-    layers: list[Any] = [one for one in module.modules() if isinstance(one, BaseTransformerLayer)]
+    layers: list[Any] = [
+        inner for inner in module.modules() if isinstance(inner, BaseTransformerLayer)
+    ]
     weights = {
         param
         for layer in layers
         if not is_first_last_bf16_layer(config, layer.layer_number - 1)
-        for one in _quantising(layer, config)
-        for param in one.parameters(recurse=False)
+        for inner in _quantising(layer, config)
+        for param in inner.parameters(recurse=False)
         if param.dim() == 2
     }
     for unit in units:

@@ -48,7 +48,7 @@ def communicator_options(name: str, backend: str, settings: RunSettings) -> Any:
     """Return NCCL's `pg_options` for a communicator of ours, None for other backends.
 
     name is Megatron's group that ours replace: its entry in --nccl-communicator-config-path
-    (channels, network) holds for ours. Our stream has priority, unless that entry takes it away: a
+    (channels, network) holds for ours. Our stream has priority, unless that entry removes it: a
     collective that waits for the device holds up its peers.
     """
     if backend != "nccl":

@@ -42,7 +42,7 @@ def _format_nbytes(nbytes: float) -> str:
 
 
 def format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Format columns as wide as their widest cell below a title; the first row holds their names.
+    """Format columns below a title; the first row holds their names.
 
     No cell is cut or wrapped, so that a search of the log finds it.
     """
@@ -177,7 +177,7 @@ def format_start_table(
     moments: MomentBytes = MomentBytes(),
     whole_nbytes: int | None = None,
 ) -> str:
-    """Return the whole table as text, for the rank that calls it.
+    """Return the whole table as text, for the calling rank.
 
     moments are the optimizer's bytes per element; whole_nbytes is the most that was whole while a
     model was built in shards.
@@ -202,7 +202,7 @@ def format_start_table(
 def budget_hint(chunks: Sequence[AsyncHZPDataParallel], num_micro_batches: int) -> str:
     """Return a hint if micro-batches gather parameters again that free memory could keep, else "".
 
-    A CPU cannot tell what it has free.
+    A CPU does not know its free memory.
     """
     communication = chunks[0].communication
     schedule, left = communication.schedule, communication.driver.device.left_nbytes()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a process before Megatron runs in it."""
+"""Prepares a process before Megatron runs in it."""
 
 import importlib
 import os
@@ -21,9 +21,8 @@ from megatron_asynchzp.versions import TORCH, Version, untested
 def prepare_process(argv: list[str]) -> None:
     """Install the CPU platform if it is needed or asked for, and apply the patches.
 
-    Idempotent. argv are the training script's arguments, of which --asynchzp-device is read. Rank 0
-    announces what takes long. Raises ConfigurationError, before any change, for an unknown
-    Megatron.
+    Idempotent. argv are the training script's arguments; only --asynchzp-device is read. Rank 0
+    announces slow steps. Raises ConfigurationError, before any change, for an unknown Megatron.
     """
     if "megatron.training" in sys.modules:  # a script that imports the adaptor was launched
         choose_platform(argv)
@@ -39,9 +38,9 @@ def prepare_process(argv: list[str]) -> None:
 
 
 def patch_megatron() -> None:
-    """Apply the patches to a Megatron that has all that any module of ours imports of it.
+    """Apply the patches to a Megatron that has all that any module of ours imports from it.
 
-    Raises ConfigurationError, before any change, with the name of what is missing or too old.
+    Raises ConfigurationError, before any change, with the name that is missing or too old.
     """
     if Version.of(torch.__version__) < Version.of(TORCH[0]):
         raise ConfigurationError(

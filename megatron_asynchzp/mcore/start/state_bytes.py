@@ -12,7 +12,7 @@ from megatron_asynchzp.planner.memory import MomentBytes, state_nbytes, total_nb
 
 
 def matrix_numel(params: Iterable[torch.nn.Parameter]) -> int:
-    """Count the elements of those that Muon takes for matrices."""
+    """Count the elements of those that Muon treats as matrices."""
     return sum(param.numel() for param in params if not _is_nonlinear_or_embedding(param))
 
 
@@ -27,7 +27,7 @@ def state_nbytes_by_formula(
     """Return bytes by state, of AsyncHZP section 3.
 
     N counts each unit with the sizes of its own sharding group; a frozen unit has parameters alone.
-    with_padding takes the flat buffer's N, which is more than the parameters.
+    with_padding takes the flat buffer's N, which is larger.
     """
     of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
@@ -35,26 +35,26 @@ def state_nbytes_by_formula(
         numel = layout.padded_numel if with_padding else layout.numel
         mean, main_grad = mean_moment_nbytes(unit, moments), unit.groups.main_grad_dtype.itemsize
         itemsize = unit.dtype.itemsize
-        found = state_nbytes(numel, itemsize, sizes, mean, main_grad, unit.is_trained)
-        of_units.append((found, unit.is_on_host))
+        nbytes = state_nbytes(numel, itemsize, sizes, mean, main_grad, unit.is_trained)
+        of_units.append((nbytes, unit.is_on_host))
     return total_nbytes(of_units)
 
 
 def state_nbytes_allocated(
     units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
 ) -> dict[str, int]:
-    """Return the bytes of this rank's persistent buffers, and of the moments it will hold."""
+    """Return the bytes of this rank's persistent buffers, and of its future moments."""
     of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
-        found = {**unit.state_nbytes(), "optimizer_moments": 0}
+        allocated = {**unit.state_nbytes(), "optimizer_moments": 0}
         if unit.is_on_host:
             # In the room for their update there is a place for each element, padding included.
             numel = unit.optim_range.numel
-            found["main_param"] = unit.main_param.nbytes if unit.is_main_param_away else 0
-            found["optimizer_moments"] = round(mean_moment_nbytes(unit, moments) * numel)
+            allocated["main_param"] = unit.main_param.nbytes if unit.is_main_param_away else 0
+            allocated["optimizer_moments"] = round(mean_moment_nbytes(unit, moments) * numel)
         elif unit.is_trained:
             for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
                 of_param = moments.mean(1, matrix_numel([param]) > 0)
-                found["optimizer_moments"] += round(of_param) * fragment.numel()
-        of_units.append(({state: float(n) for state, n in found.items()}, unit.is_on_host))
+                allocated["optimizer_moments"] += round(of_param) * fragment.numel()
+        of_units.append(({state: float(n) for state, n in allocated.items()}, unit.is_on_host))
     return {state: round(nbytes) for state, nbytes in total_nbytes(of_units).items()}

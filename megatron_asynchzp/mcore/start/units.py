@@ -30,7 +30,6 @@ EDGES = ("embedding", "output_layer")
 
 
 def is_layer(module: object) -> bool:
-    """Return whether Megatron's models repeat this module."""
     return isinstance(module, (BaseTransformerLayer, MambaLayer))
 
 
@@ -67,8 +66,8 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
 def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
     """Plan the units of a model chunk: layers, experts, embedding, output layer, and the rest.
 
-    chunk is its index on this rank. Names of all but the first have it, because each chunk of an
-    interleaved pipeline counts its layers from 0.
+    chunk is its index on this rank. It is part of all names but the first chunk's, because each
+    chunk of an interleaved pipeline counts its layers from 0.
     """
     layers = [module for module in root.modules() if is_layer(module)]
     edges: list[nn.Module] = []
@@ -110,7 +109,6 @@ def _captured_parts(layer: Any) -> list[nn.Module]:
 
 
 def units_by_groups(units: Iterable[HZPUnit]) -> dict[ShardGroups, list[HZPUnit]]:
-    """List the units of each sharding group, in their order."""
     by_groups: dict[ShardGroups, list[HZPUnit]] = {}
     for unit in units:
         by_groups.setdefault(unit.groups, []).append(unit)
@@ -118,9 +116,9 @@ def units_by_groups(units: Iterable[HZPUnit]) -> dict[ShardGroups, list[HZPUnit]
 
 
 def mark_softmax_offsets(root: nn.Module) -> None:
-    """Mark the offsets of --softmax-type learnable as tensor-parallel.
+    """Mark the offsets of --softmax-type learnable as tensor-parallel: a rank has its heads'.
 
-    A rank has those of its heads. Megatron marks none: its norms have the first rank's alone.
+    Megatron marks none: its norms have the first rank's alone.
     """
     for module in root.modules():
         offset: Any = getattr(module, "softmax_offset", None)

@@ -34,11 +34,10 @@ class Communication:
     """The driver that the runtimes of a rank share.
 
     Args:
-        number_of_step: Returns Megatron's number of the step that begins, or None before it has
-        one.
+        number_of_step: Returns Megatron's number of the step that begins, None before there is one.
 
     Raises:
-        ConfigurationError: A budget is what the device has left, and the device cannot tell.
+        ConfigurationError: A budget is the device's free memory, and the device cannot tell it.
     """
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
@@ -80,8 +79,7 @@ class Communication:
 
     @classmethod
     def open_runtimes(cls) -> "list[HZPRuntime]":
-        """Return the runtimes of all models of this process."""
-        return [runtime for one in cls._open for runtime in one.runtimes]
+        return [runtime for communication in cls._open for runtime in communication.runtimes]
 
     def begin_step(self, step: int) -> None:
         """Start or end a trace before step number `step` writes its first gradient."""
@@ -93,7 +91,6 @@ class Communication:
             self._write_trace()
 
     def _write_trace(self) -> None:
-        """Write the step that was captured, if one was."""
         if self._trace is None or not self.driver.timeline.is_capturing:
             return
         try:
@@ -105,11 +102,9 @@ class Communication:
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_report(self) -> CommReport:
-        """Return what the steps since the last call cost."""
         return self._reports.next_report()
 
     def nbytes_in_flight(self) -> int:
-        """Return the bytes of parameters and gradients in flight, allocated once."""
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
     def take_free_memory(self) -> None:
@@ -124,8 +119,8 @@ class Communication:
         """Return how many gathers and reductions keeping saved in the last step, and its bytes."""
         params = None if self.budgets.params is None else self.budgets.params.residency
         return {
-            what: (residency.num_hits, residency.planned_nbytes)
-            for what, residency in (("gathers", params), ("reductions", self.budgets.grads))
+            kind: (residency.num_hits, residency.planned_nbytes)
+            for kind, residency in (("gathers", params), ("reductions", self.budgets.grads))
             if residency is not None
         }
 
@@ -156,7 +151,7 @@ class Communication:
     def why_terminated(self) -> str:
         """Return the line for SIGTERM, which torchrun sends when another rank has failed.
 
-        A rank that heard of that failure waits for it, because its own line says more.
+        A rank that knows of that failure waits for it, because its own line says more.
         """
         roll_call, deadline = self.driver.roll_call, time.monotonic() + _SAYS_MORE_S
         while roll_call is not None and roll_call.has_been_called and time.monotonic() < deadline:
@@ -168,14 +163,13 @@ class Communication:
         return f"ended by SIGTERM {self.describe_position()}"
 
     def uses(self, group: dist.ProcessGroup) -> bool:
-        """Whether collectives of ours run in `group`."""
         units = [unit for runtime in self.runtimes for unit in runtime.units]
         return any(group in unit.groups.all_groups for unit in units)
 
     def close(self) -> None:
         """Finish all operations and end the threads; nothing can be trained afterwards.
 
-        Raises the failure that the communication ended with, without waiting for anything.
+        Raises the failure that ended the communication, without waiting.
         """
         Communication._open.discard(self)
         atexit.unregister(self._at_exit)
@@ -190,7 +184,6 @@ class Communication:
 
     @classmethod
     def current(cls) -> "Communication | None":
-        """Return the open communication of this process, or None."""
         return next(iter(cls._open), None)
 
     @classmethod

@@ -53,7 +53,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     Args:
         module: The model chunk; ddp_config and pg_collection as for DistributedDataParallel.
         index: The chunk's index on its rank.
-        groups: See create_shard_groups; shared, as `communication` is, by all chunks of a rank.
+        groups: See create_shard_groups; all chunks of a rank share it and `communication`.
         takes_snapshots: See ChunkCheckpoint.
         construction: See HZPRuntime.
     """
@@ -128,7 +128,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @property
     def units(self) -> list[HZPUnit]:
-        """The units of this chunk."""
         return self.runtime.units
 
     # ---- the contract
@@ -153,7 +152,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def no_sync(self) -> AbstractContextManager:
-        """Around all micro-batches but the last, which is reduced over the whole sharding group."""
+        """Wrap all micro-batches except the last, which reduces over the whole sharding group."""
         return self.runtime.no_sync()
 
     @override
@@ -166,7 +165,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
-        """Gradients have left already, micro-batch by micro-batch."""
+        """Do nothing: gradients have left already, micro-batch by micro-batch."""
 
     @override
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -179,8 +178,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def _check_grads(self) -> None:
         """Stop on gradients that are not finite and report large ones, as the flags ask.
 
-        Stock DDP checks before it reduces. Here the reduction runs within backward, so a bad value
-        of one rank reaches the owner of the shard.
+        Stock DDP checks before it reduces. Here backward reduces, so a rank's bad value reaches the
+        owner of the shard.
         """
         machine: Any = get_rerun_state_machine()
         # Ten times what was seen so far, as in stock Megatron.
@@ -197,11 +196,11 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         norms = [unit.main_grad.view(unit.optim_range).norm(p=2, dtype=fp32) for unit in units]
         # All together: each copy to the host would wait for the device.
         for unit, norm in zip(units, torch.stack(norms).cpu(), strict=True):
-            for is_bad, what, is_fatal in checks:
+            for is_bad, fault, is_fatal in checks:
                 machine.validate_result(
                     result=norm,
                     rejection_func=is_bad,
-                    message=f"found {what} in the gradient shard of unit {unit.name}",
+                    message=f"found {fault} in the gradient shard of unit {unit.name}",
                     tolerance=0.001,  # attention backward may not be deterministic
                     fatal=is_fatal,
                 )
@@ -214,23 +213,23 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def broadcast_params(self) -> None:
-        """Nothing to do: wrap_model_chunks broadcasts before it shards."""
+        """Do nothing: wrap_model_chunks broadcasts before it shards."""
 
     @override
     def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
-        """The optimizer starts it itself."""
+        """Do nothing: the optimizer starts it."""
 
     @override
     def free_overlap_buffers(self) -> None:
-        """There are none."""
+        """Do nothing: there are none."""
 
     @override
     def enable_forward_pre_hook(self) -> None:
-        """The engine's hooks are always on."""
+        """Do nothing: the engine's hooks are always on."""
 
     @override
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """The engine's hooks are always on; gathered parameters are never stale."""
+        """Do nothing: gathered parameters are never stale."""
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any):

@@ -71,14 +71,16 @@ def _without_unknown(function: Callable[..., Any], *args: Any, **groups: Any) ->
 
 
 def called_by_megatron(*one_of: str) -> Callable[[type], type]:
-    """Check that a class overrides methods which its bases have, as Megatron calls no other name.
+    """Check that a class overrides methods of its bases, as Megatron calls no other name.
 
-    Checked are each method marked with `typing.override`, and one of the methods named `one_of`.
+    They are the methods marked with `typing.override`, and one of the methods named `one_of`.
     Raises ConfigurationError.
     """
 
     def checked(kind: type) -> type:
-        marked = [name for name, one in vars(kind).items() if getattr(one, "__override__", False)]
+        marked = [
+            name for name, method in vars(kind).items() if getattr(method, "__override__", False)
+        ]
         for names in [*((name,) for name in marked), *([one_of] if one_of else [])]:
             if not any(hasattr(base, name) for base in kind.__mro__[1:] for name in names):
                 above, missing = kind.__mro__[1].__qualname__, " or ".join(names)

@@ -27,7 +27,7 @@ def build_early_update(
     schedule, config = chunks[0].communication.schedule, chunks[0].config
     if not schedule.may_send_early:
         return None
-    kinds = ", ".join(type(one).__name__ for one in optimizers)
+    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     reason = None
     if config.calculate_per_token_loss:  # set without the flag
         reason = "the loss per token scales the gradients when backward is over"

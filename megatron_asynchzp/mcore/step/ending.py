@@ -1,10 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends after an error.
-
-An error of ours or of the communication is one line. Any other error keeps its traceback, with a
-line after it while ranks train.
-"""
+"""How a process ends after an error: in one line, below the traceback of a foreign error."""
 
 import signal
 import sys
@@ -76,8 +72,12 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
         communication.driver.raise_failure()
     except _LAST_WORDS as failure:
         return str(failure)  # a thread saw it, and what the main thread met followed from it
-    where = collective_of(error)
-    about = [type(error).__name__, where and f"in {where}", communication.describe_position()]
+    collective = collective_of(error)
+    about = [
+        type(error).__name__,
+        collective and f"in {collective}",
+        communication.describe_position(),
+    ]
     text = " ".join(filter(None, about))
     roll_call = communication.driver.roll_call
     if roll_call is None or not isinstance(error, RuntimeError):  # as torch raises for a lost peer

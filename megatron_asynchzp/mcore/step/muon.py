@@ -38,15 +38,14 @@ class ShardedMuon(TensorParallelMuon):
 
     Weight decay, momentum and the update work on the fragments. Newton-Schulz needs whole matrices:
     in each round every owner gathers one, orthogonalises it and sends it back, while the next round
-    is gathered. A rank holds at most three rounds in addition to its shards.
-
-    Tensor-parallel ranks own the same matrices in the same rounds, so Megatron may make collectives
-    of its own between them while it orthogonalises (--muon-tp-mode duplicated, distributed).
+    is gathered. A rank holds at most three rounds in addition to its shards. Tensor-parallel ranks
+    own the same matrices in the same rounds, so Megatron may issue its own collectives between them
+    while it orthogonalises (--muon-tp-mode duplicated, distributed).
 
     Args:
         param_groups: Parameter groups of fragments.
         matrices: The matrices of all ranks, in the same order on all ranks of a sharding group.
-        fragments: The fragment of each model parameter of which this rank owns an element.
+        fragments: The fragment of each model parameter that has elements on this rank.
         driver: Runs the collectives.
         options: Arguments of TensorParallelMuon.
     """
@@ -86,7 +85,6 @@ class ShardedMuon(TensorParallelMuon):
         self._update(returning, group_of)
 
     def _start(self, number: int, group_of: _Groups) -> "_Exchange":
-        """Begin to gather the matrices of a round on their owners."""
         round_ = self._rounds[number]
         pieces = {matrix: self._direction(matrix, group_of) for matrix in round_.matrices}
         exchange = _Exchange(self._driver, f"round-{number}", round_, pieces)
@@ -151,7 +149,6 @@ class _Exchange:
 
 
 def _rounds_of(matrices: Sequence[Matrix]) -> Iterator[Round]:
-    """Yield the rounds of each sharding group, group after group."""
     by_groups: dict[ShardGroups, list[Matrix]] = {}
     for matrix in matrices:
         by_groups.setdefault(matrix.unit.groups, []).append(matrix)
@@ -166,7 +163,7 @@ def cost_of(shape: Sequence[int]) -> float:
 
 
 def muon_overrides() -> dict:
-    """Return Megatron's rule: embeddings, output layers and all that is no matrix have Adam."""
+    """Return Megatron's rule: embeddings, output layers and other non-matrices have Adam."""
     return _EMERGING_OPTIMIZERS["muon"].default_param_overrides
 
 

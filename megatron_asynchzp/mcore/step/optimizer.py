@@ -110,22 +110,22 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
     def _moments_of(self, unit: HZPUnit) -> list[torch.Tensor]:
         """List the states of a unit's elements, in the same order on all their ranks."""
-        found: list[torch.Tensor] = []
+        moments: list[torch.Tensor] = []
         for fragment in self._parameters.by_unit[unit]:
             for optimizer in self._optimizers:
                 kept = optimizer.state.get(fragment, {})
-                found += [
+                moments += [
                     kept[name]
                     for name in sorted(kept)
                     if isinstance(kept[name], torch.Tensor) and kept[name].dim()
                 ]
-        return found
+        return moments
 
     # ---- gradients
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The gradients live in the shards, which zero_grad_buffer clears."""
+        """Do nothing: zero_grad_buffer clears the gradients in the shards."""
         for param in self.get_parameters():
             param.grad = None
 
@@ -195,7 +195,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _is_clipped(self, grad_norm: float) -> bool:
-        """Return whether Megatron's clip_grad_by_total_norm_fp32 scales gradients down."""
         limit = self.config.clip_grad
         return limit > 0.0 and limit / (grad_norm + 1.0e-6) < 1.0
 
@@ -251,7 +250,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict:
-        """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
         runtime = self.model_chunks[0].runtime
         if is_loading:
             runtime.check_awake()
@@ -265,7 +263,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         return self._checkpoint.sharded_state_dict(is_loading, metadata, records)
 
     def _init_state(self) -> None:
-        """Create the states that a first step would, for a load or for a save before any update.
+        """Create the states of a first step, for a load or for a save before any update.
 
         Megatron makes no momentum for SGD and no step count for torch's Adam.
         """
@@ -284,7 +282,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
     @override
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load what was read into the last `sharded_state_dict`."""
         self._checkpoint.load_state_dict(state_dict)
         first, records = self.model_chunks[0], self._checkpoint.grad_records_in(state_dict)
         first.communication.expect_grads(records, first.pp_group)
@@ -312,7 +309,6 @@ class JoinedOptimizers:
             part.state = self.state
 
     def step(self) -> None:
-        """Step each optimizer."""
         for part in self._parts:
             part.step()
 
@@ -356,7 +352,7 @@ class ShardedParameters:
 
     @property
     def are_grads_rounded(self) -> bool:
-        """Whether main gradients are in bf16. Raises ConfigurationError where not all can be."""
+        """Return whether main gradients are in bf16; raise ConfigurationError if only some are."""
         dtypes = {grad.dtype for grad in self._grads.values()}
         others = [unit.name for unit in self.by_unit if unit.dtype != torch.bfloat16]
         if dtypes == {torch.bfloat16} and others:

@@ -23,13 +23,12 @@ _Clip = Callable[[torch.Tensor], torch.Tensor]
 
 
 def refuse_unknown_attention(chunks: Sequence[nn.Module]) -> None:
-    """Raise ConfigurationError where an attention does not say which rows a clip scales."""
+    """Raise ConfigurationError if an attention does not say which rows a clip scales."""
     for attention in _attentions(chunks):
         _weights_of(attention)
 
 
 def _attentions(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield the attention of each decoder layer that Megatron would clip."""
     for chunk in chunks:
         model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         for layer in model.decoder.layers:
@@ -56,7 +55,7 @@ def clip_scores(
     for attention, scores in _largest_scores(chunks, runtimes[0].units[0].device):
         largest = max(largest, (highest := scores.max()).item())
         if not log_max_only and highest > attention.config.qk_clip_threshold:
-            clipped += [(*one, attention, scores) for one in _weights_of(attention)]
+            clipped += [(*weight, attention, scores) for weight in _weights_of(attention)]
     if not log_max_only:
         _scale_rows(clipped, runtimes)
     return largest
@@ -67,8 +66,8 @@ def _largest_scores(
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield each attention with its heads' largest scores (fp32) over all ranks. Collective.
 
-    A rank without a micro-batch has no scores and takes part all the same: the others wait for it,
-    and it holds a part of the rows that they clip.
+    A rank without a micro-batch takes part without scores: the others wait for it, and it holds a
+    part of the rows that they clip.
     """
     attentions = list(_attentions(chunks))
     if not attentions:

@@ -27,8 +27,7 @@ def compare_replicas(
 ) -> None:
     """Compare parameter shards, main parameters and the moments. Collective over the world.
 
-    Called between two steps. Replicas exchange 16 bytes per state and unit, and read each state
-    once on the device where it is.
+    Called between two steps. Replicas exchange 16 bytes per state and unit.
 
     Args:
         runtimes: The engines of this rank.
@@ -36,31 +35,33 @@ def compare_replicas(
         step: The last step, for the message.
 
     Raises:
-        ReplicasDiffer: Any ranks differ; raised on all ranks with one message.
+        ReplicasDiffer: On all ranks, with one message.
     """
     # Only now: it imports Megatron, and a launch names ReplicasDiffer before that is checked.
     from megatron_asynchzp.mcore.start.units import units_by_groups
 
-    found: list[str] = []
+    differences: list[str] = []
     for runtime in runtimes:
         runtime.settle()
         for groups, units in units_by_groups(runtime.units).items():
             trained = [unit for unit in units if unit.is_trained]
             param_size = groups.topology.sizes.param
-            holders = [one for one in groups.all_reduce_axes if one.axis.stride >= param_size]
+            holders = [shard for shard in groups.all_reduce_axes if shard.axis.stride >= param_size]
             copies = groups.replica_sync
-            found += _differing("parameters", units, lambda one: [one.model_param.storage], holders)
-            found += _differing(
-                "main parameters", trained, lambda one: [one.main_param.storage], copies
+            differences += _differing(
+                "parameters", units, lambda shard: [shard.model_param.storage], holders
             )
-            found += _differing("optimizer states", trained, moments_of, copies)
+            differences += _differing(
+                "main parameters", trained, lambda shard: [shard.main_param.storage], copies
+            )
+            differences += _differing("optimizer states", trained, moments_of, copies)
     # The others would wait for the ranks that see a difference.
-    num_hits = torch.tensor(len(found), device=runtimes[0].units[0].device)
+    num_hits = torch.tensor(len(differences), device=runtimes[0].units[0].device)
     dist.all_reduce(num_hits, dist.ReduceOp.MAX)
     if not num_hits.item():
         return
     of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
+    dist.all_gather_object(of_ranks, differences)
     first, *others = dict.fromkeys(text for texts in of_ranks for text in texts)
     more = f", and so do {len(others)} more states" if others else ""
     raise ReplicasDiffer(
@@ -70,27 +71,26 @@ def compare_replicas(
 
 
 def _differing(
-    what: str,
+    state: str,
     units: Sequence[HZPUnit],
     states_of: Callable[[HZPUnit], Iterable[torch.Tensor]],
     axes: Sequence[AxisGroup],
 ) -> list[str]:
-    """Describe each unit whose states differ between ranks along `axes`."""
     if not units or not axes:
         return []
     device = units[0].device
     own = torch.stack([value_hash(states_of(unit), device) for unit in units])
     num_holders, index = 1, 0
-    for one in axes:
-        index += one.axis.coordinate * num_holders
-        num_holders *= one.axis.size
+    for axis_group in axes:
+        index += axis_group.axis.coordinate * num_holders
+        num_holders *= axis_group.axis.size
     # A sum with zeros: these communicators reduce anyway, and have no memory for gathers.
     table = own.new_zeros(num_holders, len(units) + 1)
     table[index, :-1], table[index, -1] = own, dist.get_rank()
     run_steps(all_reduce_steps(table.view(-1), axes))
     *hashes, ranks = table.cpu().unbind(dim=1)
     return [
-        f"{what} of {unit.name} {_who(column.tolist(), ranks.tolist())}"
+        f"{state} of {unit.name} {_who(column.tolist(), ranks.tolist())}"
         for unit, column in zip(units, hashes, strict=True)
         if (column != column[0]).any()
     ]
@@ -99,8 +99,8 @@ def _differing(
 def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
     """Name the ranks that differ from the majority, or all of them if there is none."""
     (usual, count), *others = Counter(hashes).most_common()
-    if count > max(other for _, other in others):
-        odd = sorted(rank for rank, one in zip(ranks, hashes) if one != usual)
-        alike = sorted(rank for rank, one in zip(ranks, hashes) if one == usual)
+    if count > max(number for _, number in others):
+        odd = sorted(rank for rank, value in zip(ranks, hashes) if value != usual)
+        alike = sorted(rank for rank, value in zip(ranks, hashes) if value == usual)
         return f"on {name_ranks(odd)} are unlike those on {name_ranks(alike)}"
     return f"are not the same on {name_ranks(sorted(ranks))}"

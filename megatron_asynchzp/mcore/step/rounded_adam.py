@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam with moments or gradients in bf16: Transformer Engine's fused one, or torch's.
 
-A step computes in fp32, updates the parameter, and rounds the new moments once, to nearest, when it
-stores them.
+A step computes in fp32, and rounds the new moments once, to nearest, when it stores them.
 """
 
 import inspect
@@ -35,7 +34,7 @@ class RoundedAdam(torch.optim.AdamW):
         self._moments, self._is_decoupled = moments, is_decoupled
 
     def initialize_state(self, param: torch.Tensor) -> None:
-        """Set the moments of one parameter to zero, as Transformer Engine's Adam does."""
+        """Zero the moments of a parameter, as Transformer Engine's Adam does."""
         self.state[param] = {
             "step": torch.tensor(0.0, device=param.device),
             "exp_avg": torch.zeros_like(param, dtype=self._moments.exp_avg),
@@ -44,7 +43,6 @@ class RoundedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter with a gradient."""
         if closure is not None:
             raise NotImplementedError("RoundedAdam takes no closure")
         for group in self.param_groups:
@@ -92,8 +90,8 @@ def build_rounded_adam(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Build Adam over `param_groups`, and the function that creates its states for a load.
 
-    reads_bf16 says that gradients are in bf16. Raises ConfigurationError for a fused Adam that has
-    fp32 moments only.
+    reads_bf16: gradients are in bf16. Raises ConfigurationError for a fused Adam that has fp32
+    moments only.
     """
     common: dict[str, Any] = {
         "lr": config.lr,

@@ -24,7 +24,7 @@ def write_scalars(communication: Communication, report: CommReport) -> None:
 
 
 def scalars_of(communication: Communication, report: CommReport) -> dict[str, float]:
-    """Return tags and values of one log line, without untimed ones; bytes are of this rank."""
+    """Return a log line's tags and values, without untimed ones; bytes are of this rank."""
     timed = {
         "asynchzp/exposed-communication-ms": report.exposed_ms,
         "asynchzp/overlap-percent": report.overlap_percent,
@@ -36,14 +36,13 @@ def scalars_of(communication: Communication, report: CommReport) -> dict[str, fl
         "asynchzp/bytes-at-rest": nbytes_at_rest(communication),
         "asynchzp/bytes-in-flight": communication.nbytes_in_flight(),
     }
-    for what, (saved, nbytes) in communication.kept().items():
-        scalars[f"asynchzp/{what}-saved"] = saved
-        scalars[f"asynchzp/bytes-kept-to-save-{what}"] = nbytes
+    for kind, (saved, nbytes) in communication.kept().items():
+        scalars[f"asynchzp/{kind}-saved"] = saved
+        scalars[f"asynchzp/bytes-kept-to-save-{kind}"] = nbytes
     return scalars
 
 
 def nbytes_at_rest(communication: Communication) -> int:
-    """Return the bytes of this rank's shards and moments."""
     from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_allocated
 
     units = [unit for runtime in communication.runtimes for unit in runtime.units]

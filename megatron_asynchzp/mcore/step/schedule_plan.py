@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a model chunk under --overlap-moe-expert-parallel-comm.
 
-Megatron runs the backward of one micro-batch together with the forward of the next. Owned here are
-the parameters that each part needs, and weight gradients that come late.
+Megatron runs the backward of a micro-batch together with the forward of the next. Owns the
+parameters that each part needs, and weight gradients that come late.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +90,6 @@ def _params(module: nn.Module | None) -> _Params:
 
 
 def _join(node: Any, part: ManualRegion) -> None:
-    """Let `part` run when `node` does, on its stream."""
     is_late = getattr(node, "delay_wgrad_compute", False)
     late = node.bwd_dw_callables if is_late else []
     if late:
@@ -112,7 +111,7 @@ def _join(node: Any, part: ManualRegion) -> None:
 
 
 class _Completion:
-    """The last of what computes weight gradients late."""
+    """The last computation of late weight gradients."""
 
     def __init__(self, part: ManualRegion):
         self.backward_dw = part.complete
@@ -123,7 +122,7 @@ class _Completion:
 
 @contextmanager
 def keeping_late_grads(modules: Iterable[Any], kept: set[nn.Parameter]) -> Iterator[None]:
-    """Around the capture of graphs, copy late weight gradients to main_grad within the graph.
+    """Copy late weight gradients to main_grad within a graph while it is captured.
 
     A replay gives them to no parameter. `kept` gets their parameters.
     """

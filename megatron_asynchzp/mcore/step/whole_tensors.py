@@ -55,7 +55,7 @@ def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter of a chunk whole, with its name; one unit in memory at a time.
+    """Yield each whole parameter of a chunk with its name; memory holds a unit at a time.
 
     Collective over every sharding group, between two steps.
     """
@@ -68,8 +68,7 @@ def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
 def whole_unit(unit: HZPUnit) -> torch.Tensor:
     """Return a unit's parameters (1-D, padded_numel) in new memory.
 
-    Collective over the ranks that share one copy of them; between two steps, with nothing in
-    flight.
+    Collective over the ranks that share a copy of them; between two steps, with nothing in flight.
     """
     full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
     run_steps(unit.unshard_steps(full))
@@ -80,7 +79,7 @@ def whole_unit(unit: HZPUnit) -> torch.Tensor:
 def whole_marks(unit: HZPUnit, mark: str) -> torch.Tensor | None:
     """Return packed bits of the elements changed since `mark` (1-D, see Marks), None for all.
 
-    Collective over the ranks that share one copy of the optimizer state.
+    Collective over the ranks that share a copy of the optimizer state.
     """
     bits = unit.marks.bits.get(mark)
     if bits is None:

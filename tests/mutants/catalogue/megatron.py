@@ -75,7 +75,7 @@ MUTANTS = [
         "saved-at-by-the-clock",
         "a save is later than all that were there, whatever the clock says",
         "checkpoint_files/manifest.py",
-        "now = max(now, math.nextafter(other, math.inf))",
+        "now = max(now, math.nextafter(saved_at, math.inf))",
         "pass",
         (
             "tests/checkpoint_files/test_choice.py::"
@@ -86,8 +86,8 @@ MUTANTS = [
         "joined-runs-in-any-order",
         "the runs that neighbours bring together lie in the order of their ranks",
         "mcore/checkpoint/save_ranks.py",
-        "begin = (place * runs[one].numel + start) * itemsize",
-        "begin = ((factor - 1 - place) * runs[one].numel + start) * itemsize",
+        "begin = (place * runs[index].numel + start) * itemsize",
+        "begin = ((factor - 1 - place) * runs[index].numel + start) * itemsize",
         "tests/mcore/checkpoint/test_save_ranks.py::test_what_one_exchange_brings_is_bounded",
     ),
     Mutant(
