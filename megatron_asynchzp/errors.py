@@ -5,7 +5,7 @@
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,12 @@ EXTRAS = {
 
 class ConfigurationError(ValueError):
     """A run that cannot start as asked. The message is one line, for the user."""
+
+
+def raise_first(faults: Iterable[str]) -> None:
+    """Raise ConfigurationError with the first of `faults`, if there is one."""
+    for fault in faults:
+        raise ConfigurationError(fault)
 
 
 class MissingPackage(ConfigurationError):

@@ -15,7 +15,6 @@ from megatron_asynchzp.commands import launch_words
 from megatron_asynchzp.commands.meeting import check_meeting, torchrun_options
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
-from megatron_asynchzp.mcore.flags.command_line import check_numbers_of_nodes
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.process.refusal import (
     EXIT_USAGE,
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> None:
     if not argv or argv[0].startswith("-"):
         launch_words.refuse_as_script(argv)
     script = Path(argv[0])
-    _refuse_missing(script)
+    launch_words.check_script(script)
     check_or_exit(argv[1:], world_size())
     launch_words.check_packages(argv[1:])
     run_script(script, argv[1:])
@@ -76,18 +75,15 @@ def start(argv: list[str]) -> None:
         main(argv)
         return
     options, script, arguments = launch_words.split_at_script(argv)
-    _refuse_missing(Path(script))
+    launch_words.check_script(Path(script))
     known = torchrun_options(options)
-    _refuse_counts(known)
-    ranks = _world_size(known)
-    check_or_exit(arguments, ranks)
+    _check_counts(known)
+    check_or_exit(arguments, _world_size(known))
     launch_words.check_packages(arguments)
     _prepare_restarts(known)
     check_meeting(known)
-    if ranks is None and known.nproc_per_node.isdecimal():
-        ranks = _most_ranks(known, arguments)
-    if ranks is not None:
-        _let_megatron_check(script, arguments, ranks, int(known.nproc_per_node))
+    if known.nproc_per_node.isdecimal():
+        _let_megatron_check(script, arguments, known)
     run = ["-m", "megatron_asynchzp.commands.torchrun", *options, "-m", __name__]
     os.execv(sys.executable, [sys.executable, *run, script, *arguments])
 
@@ -102,7 +98,7 @@ def dry_run(argv: list[str]) -> None:
         return
     options, script, arguments = launch_words.split_at_script(argv)
     known = torchrun_options(options)
-    _refuse_counts(known)
+    _check_counts(known)
     ranks = _world_size(known) if options else None
     check_or_exit(arguments, ranks)
     if options and known.nproc_per_node.isdecimal():
@@ -112,58 +108,40 @@ def dry_run(argv: list[str]) -> None:
     main([script, "--asynchzp-dry-run", str(ranks or 0), *arguments])
 
 
-def _refuse_missing(script: Path) -> None:
-    if not script.is_file():
-        raise ConfigurationError(f"{script}: no such script")
-
-
 def _world_size(known: Namespace) -> int | None:
-    """Ranks that torchrun would start; None where only torchrun knows (auto, a range of nodes)."""
+    """Return the ranks that torchrun would start, None if only torchrun knows (auto, a range)."""
     counts = (known.nnodes, known.nproc_per_node)
     return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
 
 
-def _most_ranks(known: Namespace, arguments: list[str]) -> int:
-    """Ranks on the most nodes of a range. Raises ConfigurationError, one line, where another number
-    of nodes cannot have this batch, or these sizes."""
-    fewest, most = map(int, known.nnodes.split(":"))
-    per_node = int(known.nproc_per_node)
-    check_numbers_of_nodes(arguments, range(fewest, most + 1), per_node)
-    return most * per_node
-
-
-def _refuse_counts(options: Namespace) -> None:
+def _check_counts(options: Namespace) -> None:
     """Raise ConfigurationError for numbers of ranks or nodes that torchrun cannot read."""
-    per_node, nodes = options.nproc_per_node, options.nnodes
+    per_node, nodes, fault = options.nproc_per_node, options.nnodes, ""
     if per_node not in _COUNTED_BY_TORCHRUN and not _is_count(per_node):
-        others = ", ".join(_COUNTED_BY_TORCHRUN)
-        raise ConfigurationError(
-            f"--nproc-per-node {per_node}: give a number of ranks above 0, or one of {others}"
-        )
-    if not _is_count_or_range(nodes):
-        raise ConfigurationError(
-            f"--nnodes {nodes}: give a number of nodes above 0, or a range MIN:MAX"
-        )
+        counted = ", ".join(_COUNTED_BY_TORCHRUN)
+        fault = f"--nproc-per-node {per_node}: give a number of ranks above 0, or one of {counted}"
+    ends = nodes.split(":")
+    if len(ends) > 2 or not all(map(_is_count, ends)) or int(ends[0]) > int(ends[-1]):
+        fault = f"--nnodes {nodes}: give a number of nodes above 0, or a range MIN:MAX"
+    if fault:
+        raise ConfigurationError(fault)
 
 
 _COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
-
-
-def _is_count_or_range(word: str) -> bool:
-    ends = word.split(":")
-    return len(ends) <= 2 and all(map(_is_count, ends)) and int(ends[0]) <= int(ends[-1])
 
 
 def _is_count(word: str) -> bool:
     return word.isdecimal() and int(word) > 0
 
 
-def _let_megatron_check(script: str, arguments: list[str], ranks: int, per_node: int) -> None:
-    """End the process with one line for a command line that Megatron, or what we make of it,
-    refuses: here within seconds, and once; the ranks would each end in torchrun's table."""
+def _let_megatron_check(script: str, arguments: list[str], options: Namespace) -> None:
+    """End the process with one line for a command line that Megatron or --use-asynchzp refuses.
+
+    A child process imports Megatron once, before the ranks would each end in torchrun's table.
+    """
     line = "importing Megatron to check the command line; each rank will import it once more"
     print(f"megatron_asynchzp: {line}", flush=True)
-    words = [str(ranks), str(min(per_node, ranks)), script, *arguments]
+    words = [options.nnodes, options.nproc_per_node, script, *arguments]
     command = [sys.executable, "-m", "megatron_asynchzp.commands.validation", *words]
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_CHECKED_S)

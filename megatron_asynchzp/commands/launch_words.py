@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage, require
-from megatron_asynchzp.mcore.flags import checks, command_line
+from megatron_asynchzp.mcore.flags.checks import check_is_rank
 
 DEFAULT_SCRIPT = "pretrain_gpt.py"
 
@@ -38,14 +38,10 @@ def parse_before_dashes(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Na
     return parser.parse_args(own), command
 
 
-def check_training_command(command: Sequence[str], ranks: int) -> None:
-    """Raise ConfigurationError for a missing script, and a batch that `ranks` cannot have."""
-    script, args = Path(command[0]), command_line.parse_words(command[1:])
-    if not script.is_file() and script.name != DEFAULT_SCRIPT:
+def check_script(script: Path) -> None:
+    """Raise ConfigurationError for a training script that does not exist."""
+    if not script.is_file():
         raise ConfigurationError(f"{script}: no such script")
-    args.world_size = ranks
-    if not args.use_checkpoint_args:
-        checks.refuse_sizes(args)
 
 
 def refuse_as_script(argv: Sequence[str]) -> NoReturn:
@@ -70,7 +66,7 @@ def check_rank(argv: Sequence[str]) -> None:
             f"{argv[0]} is for torchrun, which starts ranks; unset RANK, or leave torchrun's "
             "options out"
         )
-    checks.refuse_no_rank()
+    check_is_rank()
 
 
 def check_packages(arguments: Sequence[str]) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from megatron_asynchzp.commands import deepspeed, plan_table, recipes
 from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT, parse_before_dashes
 from megatron_asynchzp.errors import ConfigurationError, OneLineParser
-from megatron_asynchzp.mcore.flags import command_line
 from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.cluster import Cluster
@@ -103,11 +102,12 @@ def main(argv: list[str]) -> int:
 def _print_shardings(
     judged: "Verdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
 ) -> None:
+    from megatron_asynchzp.commands import pretended_world
     from megatron_asynchzp.commands.verdict import shardings
     from megatron_asynchzp.mcore.run import planned
 
     assert judged.args is not None
-    given = command_line.parse_words(flags)
+    given = pretended_world.given(flags)
     given.world_size = ranks
     model = plan_table.model(planned.model_of(judged.args))
     print(f"{'Without what is refused' if judged.refused else 'Model'}: {model}")

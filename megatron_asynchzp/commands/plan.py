@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.commands import plan_table
-from megatron_asynchzp.commands.launch_words import check_training_command, parse_before_dashes
+from megatron_asynchzp.commands.launch_words import (
+    DEFAULT_SCRIPT,
+    check_script,
+    parse_before_dashes,
+)
 from megatron_asynchzp.errors import ConfigurationError, OneLineParser, no_file_at, require
 from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.process.refusal import refused_in_one_line
@@ -108,7 +112,8 @@ def main(argv: list[str]) -> int:
         cluster = cluster.with_ranks(asked.ranks)
     for line in cluster.doubts:
         print(f"megatron_asynchzp: {asked.cluster}: {line}", file=sys.stderr)
-    check_training_command(command, cluster.num_ranks)
+    if (script := Path(command[0])).name != DEFAULT_SCRIPT:
+        check_script(script)
     setting, args = setting_of(command, cluster)
     space = space_of(setting, args, asked, cluster)
     print(f"{command[0]}: {plan_table.model(setting.model)}", flush=True)

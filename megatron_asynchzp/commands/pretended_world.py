@@ -108,10 +108,20 @@ def _one_line(error: BaseException, printed: str) -> str:
 def megatron_flags() -> dict[str, argparse.Action]:
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(parser)
-    actions = (action for action in parser._actions if action.dest != "help")
-    return {flag: action for action in actions for flag in action.option_strings}
+    return dict(parser._option_string_actions)
+
+
+def given(flags: Sequence[str]) -> Namespace:
+    """Parse Megatron's flags and ours without validation. Raises ConfigurationError."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    try:
+        return add_megatron_arguments(parser).parse_known_args(flags)[0]
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _nearest(line: str) -> str:
@@ -189,9 +199,12 @@ def parse_script(
 def parse_command(
     command: Sequence[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
-    """Parse by `parse_script` if the script exists, else by `parse`; data may be missing."""
+    """Parse by `parse_script` if the script exists, else by `parse`.
+
+    Files and folders may be those of another machine.
+    """
     script, flags = Path(command[0]), list(command[1:])
-    with mock.patch.object(checks, "refuse_missing_data", lambda _: None):
+    with mock.patch.object(checks, "faults_of_files", lambda _: ()):
         if script.is_file():
             sys.path.insert(0, str(script.resolve().parent))
             return parse_script(script, [*flags, *_STOP], world_size, ranks_per_node)
@@ -211,7 +224,7 @@ def _parse(
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
         mock.patch("megatron_asynchzp.mcore.start.startup.choose_platform", lambda _: None),
-        mock.patch("megatron_asynchzp.mcore.patches.arguments.refuse_no_rank", lambda: None),
+        mock.patch("megatron_asynchzp.mcore.patches.arguments.check_is_rank", lambda: None),
         mock.patch.object(Run, "begin", lambda _: None),  # nothing is to run in this process
         contextlib.nullcontext() if torch.cuda.is_available() else _answers_of_a_gpu(),
         _silence() as printed,

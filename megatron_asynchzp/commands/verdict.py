@@ -13,7 +13,7 @@ from megatron_asynchzp.commands import pretended_world
 from megatron_asynchzp.commands.recipes import without_flag
 from megatron_asynchzp.commands.stages import held_nbytes
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags import checks, command_line
+from megatron_asynchzp.mcore.flags.command_line import check_command_line
 from megatron_asynchzp.mcore.flags.rule_table import RULES
 from megatron_asynchzp.mcore.flags.rules import OURS, Refused, Rule
 from megatron_asynchzp.mcore.flags.shard_sizes import (
@@ -88,15 +88,10 @@ def ask(
     refusal = None
     environments = [{"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in _CONNECTIONS]
     for environment in environments:  # grows below
-        with (
-            mock.patch.dict("os.environ", environment),
-            # Places on another machine.
-            mock.patch.object(checks, "refuse_unwritable_folders", lambda _: None),
-            mock.patch.object(checks, "refuse_useless_load", lambda _: None),
-        ):
+        with mock.patch.dict("os.environ", environment):
             try:
                 try:
-                    command_line.check_command_line(command[1:], ranks)
+                    check_command_line(command[1:], ranks)
                 except ConfigurationError as error:
                     raise ConfigurationError(str(error)) from error
                 args, lines = pretended_world.parse_command(command, ranks, ranks_per_node)
@@ -116,7 +111,8 @@ def ask(
 def lines_of(refusal: ConfigurationError) -> list[Line]:
     """Return a line for each row of a table that refuses, or the one line."""
     if isinstance(refusal.__cause__, Refused):
-        return [Line(str(row), row.flag) for row in refusal.__cause__.rows]
+        cause = refusal.__cause__
+        return [Line(text, row.flag) for text, row in zip(cause.lines, cause.rows)]
     first = str(refusal).split()[0]
     is_ours = isinstance(refusal.__cause__, ConfigurationError) and first.startswith("--")
     return [Line(str(refusal), first if is_ours else "")]

@@ -113,7 +113,7 @@ def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
         (["--no-such-flag"], "8", "unrecognized arguments: --no-such-flag"),
         (["--freeze-all-layers"], "8", "--freeze-all-layers is not supported"),
         (["--data-path", "nowhere"], "8", "nowhere: no dataset there"),
-        (["--exp-avg-dtype", "fp8"], "8", "--exp-avg-dtype is not supported"),
+        (["--exp-avg-dtype", "fp8"], "8", "--exp-avg-dtype fp8 is not supported"),
         (["--asynchzp-device-gb", "-3"], "8", "--asynchzp-device-gb -3: give the GiB"),
         (["--asynchzp-param-shard-size", "3"], "8", "valid values: 1, 2, 4, 8"),
         ([], "-2", "--asynchzp-dry-run -2: give a number of ranks"),

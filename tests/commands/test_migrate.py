@@ -87,7 +87,7 @@ def run() -> Iterator[RunCommand]:
 def start() -> Iterator[Callable[[str], Ended]]:
     """What `asynchzp launch` checks before it starts 4 ranks, of flags beside MODEL."""
     with serving(validation.main) as checked:
-        yield lambda more: checked("4", "4", SCRIPT, *MODEL.split(), *shlex.split(more))
+        yield lambda more: checked("1", "4", SCRIPT, *MODEL.split(), *shlex.split(more))
 
 
 def launch_words(flags: str, ranks: int = 4) -> list[str]:

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the `--asynchzp-*` flags from the fields of AsyncHZPConfig, and a config from what argparse
-has read. Importing this file loads no torch: a wrong flag is refused before anything heavy is
-imported.
+"""Makes the `--asynchzp-*` flags of AsyncHZPConfig's fields, and a config of parsed flags.
+
+Importing this file loads no torch.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace

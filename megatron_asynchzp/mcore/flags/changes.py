@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of Megatron that `--use-asynchzp` sets or translates. Importing this file loads no
-torch.
-"""
+"""The settings of Megatron that `--use-asynchzp` sets or translates. Loads no torch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -269,8 +267,7 @@ BESIDE_OVERLAP: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("--optimizer muon", lambda s: "muon" in (s.optimizer or "")),
     ("megatron-core before 0.19", lambda s: not find_spec(_PLANS)),
 )
-"""With what the overlapped schedule has not been tested on sharded parameters: a layer is computed
-as a whole then."""
+"""Settings with which a layer is computed as a whole: untested with layers in parts."""
 
 
 def _beside_overlap(settings: Any) -> str | None:

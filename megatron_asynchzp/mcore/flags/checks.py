@@ -1,13 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must be right before Megatron builds anything: sizes, files, and what was installed.
-Importing this file loads no torch and no Megatron.
-"""
+"""Checks Megatron's arguments before Megatron builds anything. Loads no torch, no Megatron."""
 
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterator
 from math import lcm, prod
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from megatron_asynchzp.checkpoint_files.other_format import (
     all_of_format_torch,
     is_hugging_face,
 )
-from megatron_asynchzp.errors import ConfigurationError, require
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.errors import ConfigurationError, raise_first, require
 from megatron_asynchzp.mcore.flags.arguments import config_of
 from megatron_asynchzp.mcore.flags.config import STATES
 from megatron_asynchzp.mcore.flags.rule_table import (
@@ -36,21 +35,16 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
 
 
 def prepare_args(args: Namespace) -> list[str]:
-    """Everything that happens to the arguments before Megatron validates (and prints) them.
+    """Check all arguments, then change some, before Megatron validates them; return lines to log.
 
-    Writes the resolved shard sizes into `args`, unless the planner is to choose some when Megatron
-    has validated the others (mcore/run/planned.py), and applies the rules; returns the lines
-    to log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
-    changed nothing then.
+    The resolved shard sizes are written into `args`, unless the planner is to choose some after
+    Megatron's validation. Raises ConfigurationError, one line, for a run that cannot start.
     """
     refuse_unsupported(args)
-    refuse_sizes(args)
     config_of(args).check_cluster()
-    group_size = sharding_group_size(args)
-    sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
-    refuse_missing_data(args)
-    refuse_useless_saves(args)
-    refuse_missing_muon(args)
+    sizes, group_size = check_sizes(args), sharding_group_size(args)
+    for faults in (faults_of_dtypes, faults_of_files, faults_of_saves, faults_of_muon):
+        raise_first(faults(args))
     lines = describe_translation(args, sizes, group_size)
     is_chosen_later = bool(automatic_states(args))
     lines += [] if is_chosen_later else describe_cuts(sizes, group_size)
@@ -60,22 +54,38 @@ def prepare_args(args: Namespace) -> list[str]:
 
 
 def confirm_args(args: Namespace) -> None:
-    """After Megatron's validation: raise ConfigurationError for what it switched on again."""
+    """Raise ConfigurationError for a setting that Megatron's validation switched on again."""
     refuse_unsupported(args)
     refuse_changes(args)
 
 
-def refuse_yaml(argv: list[str], flag: str) -> None:
-    """Raise ConfigurationError for --yaml-cfg, which drops `flag` with all others while parsing."""
-    if {flag, "--yaml-cfg"} <= {word.partition("=")[0] for word in argv}:
+def check_is_rank() -> None:
+    """Raise ConfigurationError if this process is to train and no launcher made it a rank."""
+    if missing := [name for name in _OF_A_RANK if name not in os.environ]:
         raise ConfigurationError(
-            f"--yaml-cfg is not supported with {flag}: Megatron then ignores all other "
-            f"flags, {flag} included; pass the settings as flags"
+            f"{', '.join(missing)} not set: this process is no rank of a run; start it with "
+            "asynchzp launch --nproc-per-node N SCRIPT (or torchrun) on each node, also within srun"
         )
 
 
-def refuse_sizes(args: Namespace) -> None:
-    """Raise ConfigurationError for a world or a batch that the parallel sizes do not divide."""
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+# ---- sizes
+
+
+def check_sizes(args: Namespace, ranks_per_node: int | None = None) -> ShardSizes:
+    """Return the shard sizes of a run on `args.world_size` ranks.
+
+    Raises ConfigurationError for parallel sizes, a batch or shard sizes that it cannot have.
+    """
+    raise_first(faults_of_sizes(args))
+    on_node = sharding_ranks_per_node(args, ranks_per_node)
+    return resolve_shard_sizes(args, sharding_group_size(args), on_node)
+
+
+def faults_of_sizes(args: Namespace) -> Iterator[str]:
+    """Name a world and batches that the parallel sizes do not divide."""
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     layers = {"tensor-model": tensor, "pipeline-model": pipeline}
     layers["context"] = args.context_parallel_size
@@ -85,50 +95,88 @@ def refuse_sizes(args: Namespace) -> None:
     for sizes in (layers, experts):
         if args.world_size % (size := prod(sizes.values())):
             flags = " x ".join(f"--{name}-parallel-size" for name in sizes)
-            raise ConfigurationError(
+            yield (
                 f"{args.world_size} ranks are not a multiple of {flags} = {size}; start {needed} "
                 "ranks or a multiple of it"
             )
-    data_size = args.world_size // prod(layers.values())
+    ranks = args.world_size // prod(layers.values())
     micro, batch = args.micro_batch_size, args.global_batch_size
-    is_rounded = args.decrease_batch_size_if_needed and batch and batch >= (micro or 1) * data_size
-    if not is_rounded:
-        _refuse_batch("global", batch, "micro", micro, data_size)
-    eval_micro, evaluated = args.eval_micro_batch_size, args.eval_global_batch_size
-    # By default it is that of training, before that is rounded.
-    _refuse_batch(
-        "eval-global",
-        evaluated or batch,
-        "eval-micro" if eval_micro else "micro",
-        eval_micro or micro,
-        data_size,
-    )
+    eval_micro, eval_batch = args.eval_micro_batch_size, args.eval_global_batch_size
+    is_rounded = args.decrease_batch_size_if_needed and batch and batch >= (micro or 1) * ranks
+    # Evaluation has the batch of training by default, before Megatron rounds that.
+    checked = ("eval-global", eval_batch or batch, "eval-micro" if eval_micro else "micro")
+    for name, whole, per, part in (
+        ("global", None if is_rounded else batch, "micro", micro),
+        (*checked, eval_micro or micro),
+    ):
+        if part and whole and whole % (part * ranks):
+            yield (
+                f"--{name}-batch-size {whole} is not a multiple of --{per}-batch-size {part} x "
+                f"{ranks} data-parallel ranks; use a multiple of {part * ranks}"
+            )
 
 
-def _refuse_batch(name: str, batch: int | None, per: str, micro: int | None, ranks: int) -> None:
-    if micro and batch and batch % (micro * ranks):
-        raise ConfigurationError(
-            f"--{name}-batch-size {batch} is not a multiple of --{per}-batch-size {micro} x "
-            f"{ranks} data-parallel ranks; use a multiple of {micro * ranks}"
+def faults_of_dtypes(args: Namespace) -> Iterator[str]:
+    """Name two dtypes for the model."""
+    if args.bf16 and args.fp16:
+        yield "--bf16 and --fp16 exclude each other; give one of them"
+
+
+# ---- what is saved
+
+
+def faults_of_saves(args: Namespace) -> Iterator[str]:
+    """Name flags of checkpoints that would fail at the first save, or save nothing."""
+    if args.save and args.save_interval is None:
+        yield (
+            "--save without --save-interval: Megatron fails after the last step; add "
+            "--save-interval STEPS"
         )
+    for name in ("non_persistent_save_interval", "async_save"):
+        if getattr(args, name) and not args.save:
+            yield f"{_flag(name)} without --save saves nothing; add --save FOLDER"
+    local = "--non-persistent-ckpt-type local"
+    if args.non_persistent_ckpt_type == "local":
+        if not args.non_persistent_local_ckpt_dir:
+            yield (
+                f"{local}: add --non-persistent-local-ckpt-dir DIR, a folder on each node's own "
+                "disk or in its memory"
+            )
+        if args.replication and not args.replication_jump:
+            yield (
+                "--replication: add --replication-jump RANKS: as many as a node has, so that "
+                "copies are on other nodes"
+            )
+        if args.async_save:
+            yield f"{local} has not been tested with --async-save; leave one of them out"
+        require("nvidia_resiliency_ext", local)
+    uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
+    if args.async_save and uses_nvrx:
+        require("nvidia_resiliency_ext", "--async-save without --async-strategy mcore")
 
 
-def refuse_missing_data(args: Namespace) -> None:
-    """Raise ConfigurationError for a dataset that is missing or is none."""
+# ---- files of this machine
+
+
+def faults_of_files(args: Namespace) -> Iterator[str]:
+    """Name files that are missing or wrong, and folders that cannot be written to or loaded from.
+
+    A folder for --load without a checkpoint is a run from the beginning.
+    """
     for flag, path in _argument_files(args):
         if not Path(path).is_file():
-            raise ConfigurationError(f"{flag} {path}: no such file")
+            yield f"{flag} {path}: no such file"
     for flag, prefix in _dataset_prefixes(args):
-        if "://" in prefix:  # object storage: Megatron opens it itself
-            continue
-        needed = [prefix] if args.sft else [prefix + ".idx", prefix + ".bin"]
-        missing = [path for path in needed if not Path(path).is_file()]
-        if missing:
-            raise ConfigurationError(
-                f"{flag} {prefix}: no dataset there ({' and '.join(missing)} missing); {_MAKE_DATA}"
-            )
-        if not args.sft:
-            _refuse_foreign_dataset(flag, prefix)
+        for fault in _faults_of_dataset(prefix, [""] if args.sft else [".idx", ".bin"]):
+            yield f"{flag} {prefix}: {fault}; {_MAKE_DATA}"
+    for name in ("save", "tensorboard_dir"):
+        word = getattr(args, name)
+        for fault in _faults_of_target(word) if word and "://" not in word else ():
+            yield f"{_flag(name)} {word}: {fault}"
+    for name in ("load", "pretrained_checkpoint"):
+        word = getattr(args, name)
+        for fault in _faults_of_source(_flag(name), Path(word)) if word else ():
+            yield f"{_flag(name)} {word}{fault}"
 
 
 _MAKE_DATA = (
@@ -139,140 +187,63 @@ _MAKE_DATA = (
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
 
 
-def _refuse_foreign_dataset(flag: str, prefix: str) -> None:
-    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+def _faults_of_dataset(prefix: str, endings: list[str]) -> Iterator[str]:
+    paths = [Path(prefix + ending) for ending in endings]
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        yield f"no dataset there ({' and '.join(missing)} missing)"
+    if len(paths) == 1:
+        return
+    index, data = paths
     with index.open("rb") as file:
         header = file.read(len(_INDEX_HEADER))
     if header != _INDEX_HEADER:
         fault = "is empty" if not header else "is not the index of a Megatron dataset"
-        raise ConfigurationError(f"{flag} {prefix}: {index.name} {fault}; {_MAKE_DATA}")
+        yield f"{index.name} {fault}"
     if not data.stat().st_size:
-        raise ConfigurationError(f"{flag} {prefix}: {data.name} is empty; {_MAKE_DATA}")
+        yield f"{data.name} is empty"
 
 
-def refuse_useless_saves(args: Namespace) -> None:
-    """Raise ConfigurationError for a --save that would fail at the first checkpoint, or after the
-    last step."""
-    if args.save and Path(args.save).exists() and not Path(args.save).is_dir():
-        raise ConfigurationError(f"--save {args.save} is a file; name a folder")
-    if args.save and args.save_interval is None:
-        raise ConfigurationError(
-            "--save without --save-interval: Megatron fails after the last step; add "
-            "--save-interval STEPS"
-        )
-    _refuse_useless_local(args)
-    if args.async_save and not args.save:
-        raise ConfigurationError("--async-save without --save saves nothing; add --save FOLDER")
-    uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
-    if args.async_save and uses_nvrx:
-        require("nvidia_resiliency_ext", "--async-save without --async-strategy mcore")
+def _faults_of_target(word: str) -> Iterator[str]:
+    """Megatron makes the folder when the model has been built, or at the first checkpoint."""
+    path = Path(word).absolute()
+    nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        yield f"{nearest} is a file; name a folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{nearest} cannot be written to; name another folder"
 
 
-def _refuse_useless_local(args: Namespace) -> None:
-    flag = "--non-persistent-ckpt-type local"
-    if args.non_persistent_save_interval and not args.save:
-        raise ConfigurationError(
-            "--non-persistent-save-interval without --save saves nothing; add --save FOLDER"
-        )
-    if args.non_persistent_ckpt_type != "local":
-        return
-    if not args.non_persistent_local_ckpt_dir:
-        raise ConfigurationError(
-            f"{flag}: add --non-persistent-local-ckpt-dir DIR, a folder on each node's own disk or "
-            "in its memory"
-        )
-    if args.replication and not args.replication_jump:
-        raise ConfigurationError(
-            "--replication: add --replication-jump RANKS: as many as a node has, so that copies "
-            "are on other nodes"
-        )
-    if args.async_save:
-        raise ConfigurationError(
-            f"{flag} has not been tested with --async-save; leave one of them out"
-        )
-    require("nvidia_resiliency_ext", flag)
-
-
-def refuse_unwritable_folders(args: Namespace) -> None:
-    """Raise ConfigurationError for a folder into which this process, on its machine, may not write:
-    Megatron makes it when the model has been built, or at the first checkpoint."""
-    for name in ("save", "tensorboard_dir"):
-        if not (word := getattr(args, name)) or "://" in word:
-            continue
-        path = Path(word).absolute()
-        there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-        if not there.is_dir():
-            raise ConfigurationError(
-                f"{_flag(name)} {word}: {there} is no folder; name another one"
-            )
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigurationError(
-                f"{_flag(name)} {word}: {there} cannot be written to; name another folder"
-            )
-
-
-def refuse_useless_load(args: Namespace) -> None:
-    """Raise ConfigurationError for a --load or --pretrained-checkpoint that no checkpoint can be
-    read from. A folder without any is a run from the beginning."""
-    for name in ("load", "pretrained_checkpoint"):
-        if getattr(args, name):
-            _refuse_useless_folder(_flag(name), Path(getattr(args, name)))
-
-
-def _refuse_useless_folder(flag: str, folder: Path) -> None:
+def _faults_of_source(flag: str, folder: Path) -> Iterator[str]:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ConfigurationError(f"{flag} {folder} is a file; name a folder of checkpoints")
+        yield " is a file; name a folder of checkpoints"
     if all_of_format_torch(folder):
-        raise ConfigurationError(f"{flag} {folder}: {OTHER_FORMAT}")
+        yield f": {OTHER_FORMAT}"
     if is_hugging_face(folder):
-        raise ConfigurationError(
-            f"{flag} {folder} is a model of Hugging Face, from which Megatron loads nothing; make "
-            f"a checkpoint of it with asynchzp hf import --load {folder} --save FOLDER and give "
-            f"{flag} FOLDER"
+        yield (
+            " is a model of Hugging Face, from which Megatron loads nothing; make a checkpoint of "
+            f"it with asynchzp hf import --load {folder} --save FOLDER and give {flag} FOLDER"
         )
     if _CHECKPOINT.fullmatch(folder.name) and (folder / "metadata.json").is_file():
-        raise ConfigurationError(
-            f"{flag} {folder} is one checkpoint; name the folder that it is in, and choose it with "
-            "--ckpt-step"
-        )
+        yield " is one checkpoint; name the folder that it is in, and choose it with --ckpt-step"
 
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
-def refuse_missing_muon(args: Namespace) -> None:
-    """Raise ConfigurationError for Muon without the package that holds its arithmetic."""
-    if args.optimizer not in ("muon", "dist_muon"):
-        return
-    require("emerging_optimizers", f"--optimizer {args.optimizer}")
-    from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
+def faults_of_tokens(args: Namespace) -> Iterator[str]:
+    """Name data with ids for which a vocabulary of `args.padded_vocab_size` has no row.
 
-    try:
-        known = get_supported_coefficient_types()
-    except AssertionError as error:  # there, but not the one that Megatron imports from
-        remedy = 'pip install --upgrade "megatron_asynchzp[muon]"'
-        raise ConfigurationError(f"--optimizer {args.optimizer}: {error}; {remedy}") from error
-    if args.muon_coefficient_type not in known:
-        raise ConfigurationError(
-            f"--muon-coefficient-type {args.muon_coefficient_type} is not known to the "
-            f"emerging-optimizers that is installed; use one of {', '.join(known)}"
-        )
-
-
-def refuse_foreign_tokens(args: Namespace) -> None:
-    """Raise ConfigurationError for data with ids of which the model has no row: in a sample of each
-    dataset, in all of a small one. args: with padded_vocab_size."""
+    A sample of large data is read, and all of small data.
+    """
     size = args.padded_vocab_size
     if args.sft or args.mock_data or not size:
         return
     for flag, prefix in _dataset_prefixes(args):
-        if "://" in prefix:
-            continue
         seen = _ids_seen(Path(prefix + ".idx"), Path(prefix + ".bin"))
-        if foreign := [one for one in seen if not 0 <= one < size]:
-            raise ConfigurationError(
+        if foreign := [token for token in seen if not 0 <= token < size]:
+            yield (
                 f"{flag} {prefix}: it holds the token {foreign[-1]}, and the vocabulary has {size} "
                 "with its padding; give --tokenizer-type, --tokenizer-model or --vocab-size as "
                 "when it was made"
@@ -280,7 +251,7 @@ def refuse_foreign_tokens(args: Namespace) -> None:
 
 
 def _ids_seen(index: Path, data: Path) -> list[int]:
-    """The smallest and the largest token of what is looked at."""
+    """Return the smallest and the largest token of the sample."""
     from numpy import dtype, memmap
 
     with index.open("rb") as file:
@@ -297,19 +268,6 @@ _TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # Megatr
 _PLACES_SEEN, _TOKENS_SEEN = 64, 2**15
 
 
-def refuse_no_rank() -> None:
-    """Raise ConfigurationError for a process that is to train and that nothing made a rank."""
-    missing = [name for name in _OF_A_RANK if name not in os.environ]
-    if missing:
-        raise ConfigurationError(
-            f"{', '.join(missing)} not set: this process is no rank of a run; start it with "
-            "asynchzp launch --nproc-per-node N SCRIPT (or torchrun) on each node, also within srun"
-        )
-
-
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 def _argument_files(args: Namespace) -> list[tuple[str, str]]:
     names = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")
     names += ("vocab_file", "merge_file")
@@ -323,14 +281,16 @@ _TOKENIZERS_OF_A_FILE = (
 )  # fmt: skip
 
 
-def _dataset_prefixes(args: Namespace) -> Iterable[tuple[str, str]]:
+def _dataset_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the datasets of the run with their flags, without those in object storage."""
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     lists = [(name, getattr(args, name) or []) for name in names]
     if args.data_args_path:
         lists.append(("data_args_path", Path(args.data_args_path).read_text().split()))
     for name, words in lists:
         is_weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
-        yield from ((_flag(name), prefix) for prefix in (words[1::2] if is_weighted else words))
+        prefixes = words[1::2] if is_weighted else words
+        yield from ((_flag(name), prefix) for prefix in prefixes if "://" not in prefix)
 
 
 def _is_number(word: str) -> bool:
@@ -343,3 +303,29 @@ def _is_number(word: str) -> bool:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+# ---- Muon
+
+
+def faults_of_muon(args: Namespace) -> Iterator[str]:
+    """Name coefficients that the package with Muon's arithmetic does not know.
+
+    Raises MissingPackage without that package.
+    """
+    if args.optimizer not in ("muon", "dist_muon"):
+        return
+    require("emerging_optimizers", f"--optimizer {args.optimizer}")
+    from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
+
+    try:
+        known = get_supported_coefficient_types()
+    except AssertionError as error:  # it lacks a name that Megatron imports
+        remedy = 'pip install --upgrade "megatron_asynchzp[muon]"'
+        yield f"--optimizer {args.optimizer}: {error}; {remedy}"
+        return
+    if args.muon_coefficient_type not in known:
+        yield (
+            f"--muon-coefficient-type {args.muon_coefficient_type} is not known to the "
+            f"emerging-optimizers that is installed; use one of {', '.join(known)}"
+        )

@@ -267,6 +267,18 @@ class AsyncHZPConfig:
                 "for which the size is chosen, or a number of ranks"
             )
 
+    def check(self, world_size: int | None) -> None:
+        """Raise ConfigurationError for a choice that a run of `world_size` ranks cannot have."""
+        self.check_trace()
+        self.check_cluster()
+        for state, size in self.shard_sizes.items():
+            if isinstance(size, int) and world_size and (size < 1 or world_size % size):
+                valid = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+                raise ConfigurationError(
+                    f"{flag_of(f'{state}_shard_size')} {size} does not divide the {world_size} "
+                    f"ranks of the run; valid values: {valid}, or node, which fits any number"
+                )
+
     def check_cluster(self) -> None:
         """Raise ConfigurationError for a cluster that nothing is chosen for, or that this machine
         has no file of."""

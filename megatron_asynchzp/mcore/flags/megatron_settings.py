@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a read-only view of Megatron's settings by name, and questions about several of them that
-more than one rule asks. Importing this file loads no torch.
-"""
+"""A read-only view of Megatron's settings, and questions that several rules ask. Loads no torch."""
 
 import os
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of PASA attention and the Megatron flags that it refuses. Importing this file loads no
-torch.
-"""
+"""The flags of PASA attention and the Megatron flags that it refuses. Loads no torch."""
 
 from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import no_file_at
+from megatron_asynchzp.mcore.flags.refusals import IGNORES_FLAGS
 from megatron_asynchzp.mcore.flags.rules import Rule, because, equal_to, other_than, refusal
 
 # As in attention/; a test compares them.
@@ -112,6 +111,7 @@ def _with_dropout(example: str, name: str, value: object) -> Rule:
 
 
 PASA_REFUSALS: tuple[Rule, ...] = (
+    *_because(*IGNORES_FLAGS),
     *_because(
         "it chooses another attention",
         "use --pasa-vendor instead",

@@ -46,6 +46,12 @@ LATE_GRADS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
 """Where gradients change after backward, so that nothing is updated before: a command line, whether
 settings ask for it, and why."""
 
+# Reason, remedy and example.
+IGNORES_FLAGS = (
+    "Megatron then ignores all other flags, this one included",
+    "pass the settings as flags",
+    "--yaml-cfg run.yaml",
+)
 _DROP = "drop the flag"
 _CAPTURING = "--cuda-graph-impl transformer_engine"
 _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
@@ -293,6 +299,7 @@ REFUSALS: tuple[Rule, ...] = (
             "with --tensor-model-parallel-size above 1, without --multi-latent-attention",
         ),
     ),
+    *because(*IGNORES_FLAGS),
     *because(
         "inference reads whole parameters, of which a rank holds only a shard",
         _DROP_BOTH,

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one list of what becomes of Megatron's settings, which a start, the dry run, migrate, the
-census and the documentation read; and its application to argparse's Namespace. Importing this file
-loads no torch.
-"""
+"""Applies the one list of rules on Megatron's settings to argparse's Namespace. Loads no torch."""
 
 from argparse import Namespace
 
@@ -24,8 +21,7 @@ def refuse_unsupported(args: Namespace, of: str = OURS) -> None:
 
 
 def change_settings(args: Namespace) -> list[str]:
-    """Change what --use-asynchzp sets or translates, all by the settings as they were given;
-    returns a line for each. A second call changes nothing."""
+    """Set and translate settings, all by their values before the call; return a line for each."""
     settings = MegatronSettings(args)
     rules = changes(RULES[OURS], settings)
     lines = [rule.line(settings) for rule in rules if not rule.is_silent]
@@ -37,7 +33,7 @@ def change_settings(args: Namespace) -> list[str]:
 
 
 def refuse_changes(args: Namespace) -> None:
-    """Raise ConfigurationError for what Megatron's validation switched on again."""
+    """Raise ConfigurationError for a setting that Megatron's validation switched on again."""
     held = (rule for rule in RULES[OURS] if not rule.may_change_again)
     for rule in changes(held, MegatronSettings(args)):
         raise ConfigurationError(

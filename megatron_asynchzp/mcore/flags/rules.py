@@ -52,7 +52,11 @@ class Rule:
         return is_asked and bool(self.when(settings))
 
     def line(self, settings: Any) -> str:
-        """The line of the log about a setting that is changed."""
+        """Return the line of a refusal, or the line of the log on a changed setting."""
+        if self.verdict is Verdict.REFUSE:
+            given = f"{self.flag}{_written(getattr(settings, self.setting))}"
+            beside = self.beside or self.of
+            return f"{given} is not supported with {beside}: {self.reason}; {self.remedy}"
         why = self.reason if self.told is None else self.told(settings)
         return f"{self.setting} = {self.value}: {why} ({self.flag})"
 
@@ -63,24 +67,29 @@ class Rule:
         own = (line for line in log if line.startswith(f"{self.setting} = {self.value}: "))
         return any(self.told is not None or self.reason in line for line in own)
 
-    def __str__(self) -> str:
-        beside = self.beside or self.of
-        return f"{self.flag} is not supported with {beside}: {self.reason}; {self.remedy}"
-
 
 class Refused(ConfigurationError):
-    """The settings ask for what `rows` refuse. The line is that of the first."""
+    """Raised for settings that `rows` refuse. The message is the line of the first row."""
 
-    def __init__(self, rows: Sequence[Rule]):
-        super().__init__(str(rows[0]))
+    def __init__(self, rows: Sequence[Rule], settings: Any):
         self.rows = rows
+        self.lines = [row.line(settings) for row in rows]
+        super().__init__(self.lines[0])
+
+
+def _written(value: object) -> str:
+    """Return a value as it follows its flag; a switch has none."""
+    if value is None or isinstance(value, bool):
+        return ""
+    words = value if isinstance(value, list | tuple) else [value]
+    return "".join(f" {getattr(word, 'name', word)}" for word in words)
 
 
 def refuse(rules: Iterable[Rule], settings: Any) -> None:
-    """Raise Refused for what the settings ask for of the rules that refuse."""
+    """Raise Refused if settings ask for something that a rule refuses."""
     refusing = (rule for rule in rules if rule.verdict is Verdict.REFUSE)
     if rows := [rule for rule in refusing if rule.applies(settings)]:
-        raise Refused(rows)
+        raise Refused(rows, settings)
 
 
 def changes(rules: Iterable[Rule], settings: Any) -> list[Rule]:

@@ -38,11 +38,13 @@ def node_size(args: Namespace) -> int:
 
 
 def sharding_ranks_per_node(args: Namespace, on_node: int | None = None) -> int:
-    """How many ranks of one sharding group a node holds, reduced to a divisor of the group.
-
-    on_node: ranks of a node, without it those of this one.
+    """Return how many ranks of a sharding group a node holds, reduced to a divisor of the group.
 
     Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping.
+
+    Args:
+        args: Megatron's settings.
+        on_node: Ranks of a node; those of this node by default.
     """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     pipeline = args.pipeline_model_parallel_size if args.use_tp_pp_dp_mapping else 1
@@ -114,8 +116,7 @@ def _given(args: Namespace, name: str) -> str:
 
 
 def describe_translation(args: Namespace, sizes: ShardSizes, group_size: int) -> list[str]:
-    """The line to log where flags of another wrapper have become `sizes`, in a sharding group of
-    `group_size` ranks."""
+    """Return the line to log if flags of another wrapper have become `sizes`."""
     if not translated_sizes(args, group_size):
         return []
     flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]

@@ -9,12 +9,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_asynchzp.mcore.flags.arguments import DryRunStop, add_asynchzp_arguments
-from megatron_asynchzp.mcore.flags.checks import (
-    confirm_args,
-    prepare_args,
-    refuse_no_rank,
-    refuse_yaml,
-)
+from megatron_asynchzp.mcore.flags.checks import check_is_rank, confirm_args, prepare_args
+from megatron_asynchzp.mcore.flags.command_line import check_single_flags
 from megatron_asynchzp.mcore.flags.pasa import PASA, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.rule_table import refuse_unsupported
 from megatron_asynchzp.mcore.patches.patch import replaces
@@ -30,8 +26,7 @@ from megatron_asynchzp.mcore.run.settings import Run
     drop_when="Megatron reads argument providers from entry points",
 )
 def add_arguments(original: Callable, parser: ArgumentParser) -> ArgumentParser:
-    for flag in ("--use-asynchzp", "--use-pasa-attention"):
-        refuse_yaml(sys.argv[1:], flag)
+    check_single_flags(sys.argv[1:])  # --yaml-cfg would drop our flags with all others
     return add_pasa_arguments(add_asynchzp_arguments(original(parser)))
 
 
@@ -47,7 +42,7 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     if getattr(args, "use_pasa_attention", False):
         refuse_unsupported(args, PASA)
     if is_asynchzp and not torch.distributed.is_initialized():
-        refuse_no_rank()
+        check_is_rank()
     lines = prepare_args(args) if is_asynchzp else []
     lines += apply_platform_defaults(args)
     result = original(args, defaults)

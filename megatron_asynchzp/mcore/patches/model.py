@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.checks import refuse_foreign_tokens
+from megatron_asynchzp.errors import ConfigurationError, raise_first
+from megatron_asynchzp.mcore.flags.checks import faults_of_tokens
 from megatron_asynchzp.mcore.patches.patch import found_version, replaces
 from megatron_asynchzp.mcore.run.settings import Run, RunSettings, run_args
 from megatron_asynchzp.versions import Version
@@ -30,7 +30,7 @@ def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
     if run.cuda_graph_impl == "local":
         _prepare_own_graphs()
     if run.rank == 0:
-        refuse_foreign_tokens(run)
+        raise_first(faults_of_tokens(run))
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
     with constructing(settings, pg_collection, has_experts=run.expert_model_parallel_size > 1):

@@ -38,7 +38,7 @@ def refused_in_one_line() -> Iterator[None]:
 
 @refused_in_one_line()
 def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
-    """End the process with one line if check_command_line refuses, or open files are too few.
+    """End the process with one line for a mistake in our flags, or for too few open files.
 
     The launcher is no rank: it asks for the count of any node.
     """

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the planner needs of Megatron's parsed and validated arguments, for every command that
-plans, and the shard sizes that are auto: a function of the flags and the cluster file alone, so the
-same on every rank.
+"""Makes the planner's model of Megatron's validated arguments, and chooses sizes that are auto.
+
+The choice follows from the flags and the cluster file alone, so it is the same on every rank.
 """
 
 from argparse import Namespace

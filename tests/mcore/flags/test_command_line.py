@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is read off a command line before anything heavy is imported, beside Megatron's parser."""
+"""The check of a command line before torch is imported."""
 
 import subprocess
 import sys
@@ -12,12 +12,8 @@ from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
 from megatron_asynchzp.command import COMMANDS
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.command_line import (
-    check_command_line,
-    command_line_parser,
-    mistyped,
-    own_flags,
-)
+from megatron_asynchzp.mcore.flags.command_line import check_command_line, mistyped, own_flags
+from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.pasa import MODE_CHOICES, VENDOR_CHOICES
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
 from scripts.report import megatron_tables
@@ -38,19 +34,6 @@ def test_choices_are_those_of_the_attention():
     assert MODE_CHOICES == MODES and ("auto", *VENDOR_NAMES) == VENDOR_CHOICES
 
 
-def test_megatrons_flags_are_read_as_megatron_reads_them(parser):
-    theirs = {flag: one for one in parser._actions for flag in one.option_strings}
-    for action in command_line_parser()._actions:
-        (flag,) = action.option_strings
-        other = theirs[flag]
-        assert (action.dest, action.default, type(action)) == (
-            other.dest,
-            other.default,
-            type(other),
-        ), flag
-        assert (action.nargs, action.type or str) == (other.nargs, other.type or str), flag
-
-
 def test_no_flag_of_megatron_is_taken_for_a_mistyped_flag_of_ours(parser):
     own = own_flags()
     flags = {flag for action in parser._actions for flag in action.option_strings}
@@ -68,14 +51,26 @@ def test_a_letter_left_out_of_a_flag_of_ours_names_the_flag(flag):
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
-def test_what_one_flag_decides_is_refused_with_the_line_of_the_full_check(refusal):
+def test_what_one_flag_decides_is_refused_with_the_line_of_the_full_check(refusal, parse):
     words = ["--use-asynchzp", *refusal.example.split()]
     if not refusal.is_decided_by_flag:
         check_command_line(words)
         return
     with pytest.raises(ConfigurationError) as refused:
         check_command_line(words)
-    assert str(refused.value) == str(refusal)
+    assert str(refused.value) == refusal.line(MegatronSettings(parse(refusal.example)))
+
+
+@pytest.mark.parametrize(
+    "flag, ranks, valid", [("param", 4, "1, 2, 4"), ("grad", 6, "1, 2, 3, 6"), ("optim", 1, "1")]
+)
+def test_a_size_that_divides_no_run_of_the_ranks_is_refused_with_all_that_may(flag, ranks, valid):
+    for size in (0, 5, ranks + 1, -1):
+        words = f"--use-asynchzp --asynchzp-{flag}-shard-size={size}".split()
+        line = f"size {size} does not divide the {ranks} ranks of the run; valid values: {valid}, "
+        with pytest.raises(ConfigurationError, match=line):
+            check_command_line(words, ranks)
+        check_command_line(words)  # the ranks are not known
 
 
 @pytest.mark.parametrize(

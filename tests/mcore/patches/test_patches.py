@@ -297,7 +297,7 @@ def test_an_old_megatron_is_refused_in_one_line_where_it_is_to_capture_layers_by
     monkeypatch.setattr(
         "megatron_asynchzp.mcore.start.low_precision.refuse_missing_te", lambda _: None
     )
-    monkeypatch.setattr(model, "refuse_foreign_tokens", mock.Mock(side_effect=Started))
+    monkeypatch.setattr(model, "faults_of_tokens", mock.Mock(side_effect=Started))
     manager = "megatron.core.transformer.cuda_graphs.CudaGraphManager"
     monkeypatch.setattr(f"{manager}.global_mempool", (0, 1))
     get_model = model.get_model.make(lambda model_provider, wrap_with_ddp=True: None)
