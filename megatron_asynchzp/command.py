@@ -41,7 +41,6 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status, 2 for an unknown command."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in ("-h", "--help"):
         print(usage(), end="")

@@ -60,7 +60,6 @@ class OneLineParser(ArgumentParser):
     """A parser of a command's own flags that ends with one line, which names the nearest flag."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse as argparse does, after a search for unknown flags."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words if self._subparsers is None else ():
             flag, known = word.partition("=")[0], self._option_string_actions
@@ -70,7 +69,6 @@ class OneLineParser(ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line."""
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all)\n")
 
 

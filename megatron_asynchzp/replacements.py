@@ -50,7 +50,6 @@ class Replacements:
         return tuple(self._entries)
 
     def replace(self, owner: Any, name: str, replacement: Any) -> None:
-        """Set `owner.name`, and remember whether `owner` held it or inherited it."""
         original = vars(owner).get(name, _ABSENT)
         seen = getattr(owner, name, _ABSENT)
         setattr(owner, name, replacement)
@@ -63,7 +62,7 @@ class Replacements:
 
     def follow_copies(self) -> int:
         """Replace the copies by name in loaded modules; return how many there were."""
-        # Of what is callable identity means something; True, 0 and None are shared by everyone.
+        # Only callables: True, 0 and None are shared by everyone.
         swaps = [(e.seen, e.replacement) for e in self._entries if callable(e.seen)]
         self._followed.clear()
         copies = self._find_copies(swaps)

@@ -23,7 +23,6 @@ class WeightDelta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of indices and values."""
         return self.values.nbytes + (0 if self.indices is None else self.indices.nbytes)
 
     @classmethod

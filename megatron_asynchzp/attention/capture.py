@@ -71,7 +71,6 @@ def capture_when(
 
 
 def _cores(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each core attention with the name of its owner."""
     for name, owner in model.named_modules():
         if isinstance(core := getattr(owner, "core_attention", None), nn.Module):
             yield name, core

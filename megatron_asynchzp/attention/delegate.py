@@ -63,7 +63,6 @@ def with_shifted_values(
 
 
 def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
-    """Run one call per chunk of queries, all of them on the same shifted keys."""
     if not call.mask.chunks:
         return vendor.run(call)
     outputs = [

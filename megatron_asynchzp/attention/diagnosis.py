@@ -78,7 +78,6 @@ def channel_means(k_BGTD: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q_BND: torch.Tensor, k_BTD: torch.Tensor, rows: int = 1024) -> float:
-    """Return the largest |q k|, a few rows at a time."""
     parts = [(part @ k_BTD.mT).abs().max() for part in q_BND.split(rows, 1)]
     return torch.stack(parts).max().item()
 

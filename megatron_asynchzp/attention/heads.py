@@ -27,7 +27,6 @@ class AttentionGradients(NamedTuple):
 
 
 def check_shapes(q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTE: torch.Tensor) -> None:
-    """Raise ValueError if q, k and v do not fit together."""
     shapes = [tuple(x.shape) for x in (q_BHSD, k_BGTD, v_BGTE)]
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"q, k, v must be [batch, heads, length, channels], not {shapes}")
@@ -44,5 +43,4 @@ def fold_heads(x_BHS: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def unfold_heads(x_BGN: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[B, G, R S, ...] -> [B, H, S, ...]: undoes fold_heads."""
     return x_BGN.reshape(x_BGN.shape[0], num_heads, -1, *x_BGN.shape[3:])

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         for path in filter(None, (options.json, options.picture)):
             if fault := no_file_at(path):
                 raise ConfigurationError(f"{path}: {fault}")
-        # Only now: what is wrong above needs no torch.
+        # Only now: the checks above need no torch.
         from megatron_asynchzp.attention.diagnosis import diagnose
 
         layers = load(options.file)

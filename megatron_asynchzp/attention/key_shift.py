@@ -125,12 +125,10 @@ def shift_values(v_BGTE: torch.Tensor, used_BT: torch.Tensor | None = None) -> S
 
 
 def zero_unused(x_BGTD: torch.Tensor, used_BT: torch.Tensor) -> torch.Tensor:
-    """Return `x` with zeros where `used` is False."""
     return torch.where(used_BT[:, None, :, None], x_BGTD, torch.zeros_like(x_BGTD[:1, :1, :1, :1]))
 
 
 def _per_key(shift_BGJD: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
-    """Return the shift of each key, [B, G, T, D], or [B, G, 1, D] for a global shift."""
     if shift_BGJD.shape[2] == 1:
         return shift_BGJD
     return shift_BGJD.repeat_interleave(block_size, 2)[:, :, :num_keys]

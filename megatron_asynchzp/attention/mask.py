@@ -90,7 +90,6 @@ class AttentionMask:
 
     @property
     def is_full(self) -> bool:
-        """Whether every query attends every key."""
         return (
             not self.is_causal
             and self.left_and_right == (-1, -1)
@@ -159,7 +158,6 @@ class AttentionMask:
         return diagonal, keys
 
     def by_chunk(self) -> list[tuple[slice, "AttentionMask"]]:
-        """Return the queries of each chunk, with its own mask over the first keys."""
         parts, first = [], 0
         for queries, keys in self.chunks or ((self.num_queries, self.num_keys),):
             here = slice(first, first + queries)
@@ -186,7 +184,6 @@ class AttentionMask:
         return ((start <= keys) & (keys < stop))[None, None]
 
     def served_queries_BS(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the queries that attend at least one key, [B or 1, S]."""
         if self.allowed is not None:
             return self.allowed_BHST(device).any(3)[:, 0]
         ranges = self.key_ranges(device or "cpu")

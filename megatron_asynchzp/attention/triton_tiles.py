@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of the fused kernels. Loads triton: import it only to launch a kernel.
 
-queries of one tile, sorted; x attended, . not            keys ->
+queries of a tile, sorted; x attended, . not            keys ->
 start, stop of the first     . . x x x x x x . . . . . .
 start, stop of the last      . . . . . x x x x x x x . .
 first  |inner|          last
@@ -62,12 +62,10 @@ WIDE = TileConfig(32, 32, 4, 1)
 
 
 def backward_kv_table(capability: tuple[int, int]) -> dict[int, TileConfig]:
-    """Return the tiles of dK and dV on a GPU of this compute capability."""
     return BACKWARD_KV if capability[0] == 9 else BACKWARD_KV_ELSEWHERE
 
 
 def tile_config(table: dict[int, TileConfig], dim: int, dtype: torch.dtype) -> TileConfig:
-    """Return the entry of `table` for `dim` channels, padded to a power of two."""
     padded = padded_dim(dim)
     if dtype == torch.float32 or padded > 256:
         return WIDE
@@ -143,7 +141,6 @@ def store_rows(ptr, first, limit, channels, value, BLOCK: tl.constexpr, DIM: tl.
 def load_parts(
     ptr, key, channels, DIM: tl.constexpr, SHIFT_BLOCK: tl.constexpr, SHIFT_PARTS: tl.constexpr
 ):
-    """Load the shift, [PART_ROWS, channels], of the block that holds `key`."""
     first = key // SHIFT_BLOCK * SHIFT_PARTS
     limit = first + SHIFT_PARTS
     return load_rows(ptr, first, DIM, limit, channels, PART_ROWS, DIM)

@@ -41,7 +41,6 @@ class Record(NamedTuple):
 
     @property
     def is_storage(self) -> bool:
-        """Whether it holds the elements of a tensor."""
         return b"/data/" in self.name
 
 
@@ -53,7 +52,6 @@ class Archive(NamedTuple):
     directory: bytes
 
     def records(self) -> list[Record]:
-        """Parse the directory into records. Raises Damage."""
         count = _END.unpack(self.directory[-_END.size :])[7]
         records = list(_parse_entries(self.directory[: -_END.size]))
         if len(records) != count:
@@ -78,7 +76,6 @@ def read_archives(file: BinaryIO) -> list[Archive]:
 
 
 def _read_archive(file: int, end: int) -> Archive:
-    """Read the archive that ends at byte `end` of the file."""
     num_read = min(end, _TAIL_NBYTES)
     tail = os.pread(file, num_read, end - num_read)
     if len(tail) < _END.size:

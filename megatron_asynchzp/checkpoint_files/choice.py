@@ -41,18 +41,14 @@ class Choice(NamedTuple):
 
     @property
     def iteration(self) -> int:
-        """Iteration number; 0 for a release, as in Megatron."""
         return max(0, _number(self.folder.name))
 
     @property
     def saved_at(self) -> float:
-        """Time at which it became complete, in seconds since 1970; 0 if not recorded."""
         return _saved_at(self.folder)
 
 
 class _Listing(NamedTuple):
-    """Contents of a directory."""
-
     candidates: list[str]  # best first
     unfinished: list[str]  # left by interrupted saves, the highest iteration first
     has_tracker: bool
@@ -116,7 +112,6 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _saved_at(folder: Path) -> float:
-    """Return when the checkpoint became complete, in seconds since 1970; 0 if not recorded."""
     try:
         if (manifest := read_manifest(folder)) is not None:
             return manifest.saved_at

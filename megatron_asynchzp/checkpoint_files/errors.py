@@ -12,6 +12,5 @@ class Damage(ValueError):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """Return an error's message on one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]}..."

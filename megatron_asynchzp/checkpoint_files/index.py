@@ -82,7 +82,6 @@ def index_read_once() -> Iterator[None]:
 
 
 def is_read_once() -> bool:
-    """Return whether index_read_once applies now."""
     return _READ.get() is not None
 
 
@@ -106,7 +105,6 @@ def changed(index: Metadata, **fields: Any) -> Metadata:
 
 
 def pickle_index(index: Metadata) -> bytes:
-    """Pickle the index as every version of torch and Python reads it."""
     meta = index.storage_meta
     if meta is not None and isinstance(meta.checkpoint_id, PurePath):
         # Python 3.13 has another name for its class.
@@ -160,7 +158,6 @@ def items_by_file(index: Metadata) -> dict[str, Items]:
 
 
 def _parts(index: Metadata) -> Iterator[tuple[tuple, int]]:
-    """Yield the name and offset of every part that a file must hold, with its bytes."""
     for name, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             yield (name, None), 0

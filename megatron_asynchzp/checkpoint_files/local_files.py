@@ -38,7 +38,6 @@ class NodeFolder(NamedTuple):
     on_node: int  # number of ranks on a node
 
     def files(self) -> list[LocalFile]:
-        """List the files in the rank's own folder, which may be missing. Raises OSError."""
         return _files_in(self.folder)
 
 
@@ -88,7 +87,6 @@ def remove_damaged(place: NodeFolder) -> list[str]:
 
 
 def keep_only(place: NodeFolder, iteration: int | None) -> None:
-    """Remove all other iterations from the rank's folder. Raises OSError."""
     for path, saved, _ in place.files():
         if saved != iteration:
             path.unlink()

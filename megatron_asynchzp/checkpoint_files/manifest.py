@@ -28,7 +28,7 @@ from megatron_asynchzp.checkpoint_files.small_files import (
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1
-# The time stands before the files, of which there may be many thousands.
+# The time stands before the files, which may be many thousands.
 _SAVED_AT, _HEAD_NBYTES = re.compile(rb'"saved_at": ([0-9.e+]{1,30}),'), 300
 _REMEDY = f"without {MANIFEST} it is judged by its data alone"
 
@@ -60,7 +60,6 @@ class SealedFile(NamedTuple):
 
 
 def seal_file(path: Path) -> SealedFile:
-    """Seal a data file that was just written. Raises OSError, or Damage."""
     with open(path, "rb") as file:
         try:
             archives = read_archives(file)
@@ -73,7 +72,6 @@ def seal_file(path: Path) -> SealedFile:
 
 
 def digest_of_places(places: Iterable[tuple[int, int]]) -> str:
-    """Hash the (offset, length) of all archives in a file, in any order."""
     return hashlib.sha256(repr(sorted(places)).encode()).hexdigest()
 
 

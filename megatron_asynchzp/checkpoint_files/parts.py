@@ -103,7 +103,7 @@ def _overlap(starts: torch.Tensor, stops: torch.Tensor) -> tuple[int, int] | Non
         group = is_first.cumsum(0) - 1
         counts = group.bincount()
         unchanged = 0 if len(counts) > num_groups else unchanged + 1
-        is_together = (counts > 1)[group]  # what is alone is done with
+        is_together = (counts > 1)[group]  # boxes that are alone overlap nothing
         index, group = index[is_together], group[is_together]
         group = torch.unique_consecutive(group, return_inverse=True)[1]
         num_groups = int(group[-1]) + 1 if len(group) else 0
@@ -137,7 +137,6 @@ class PartsByPlace:
         self._lasts = array("q", lasts.cummax(0).values.tolist())
 
     def meeting(self, box: ChunkStorageMetadata) -> list[int]:
-        """Return the indices of the parts that have elements in common with `box`."""
         starts = list(box.offsets)
         stops = [start + size for start, size in zip(box.offsets, box.sizes, strict=True)]
         first = sum(start * stride for start, stride in zip(starts, self._strides))
@@ -161,7 +160,7 @@ class PartsByPlace:
 def create_read_items(
     name: str, stored: TensorStorageMetadata, boxes: Sequence[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """Return what is read for `boxes` of `name`, as torch's create_read_items_for_chunk_list does.
+    """Return the reads for `boxes` of `name`, as torch's create_read_items_for_chunk_list does.
 
     Raises:
         ValueError: the checkpoint lacks a part of a box that lies within the tensor.

@@ -73,7 +73,6 @@ def complete_directory(
 
 
 def _seal_own(iteration_dir: Path, rank: int) -> list[SealedFile]:
-    """Seal the files that this rank wrote, by the names that torch gives them."""
     names = (f"__{rank}_{number}.distcp" for number in count())
     paths = takewhile(Path.exists, (iteration_dir / name for name in names))
     return [seal_file(path) for path in paths]

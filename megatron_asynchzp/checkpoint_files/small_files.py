@@ -17,13 +17,11 @@ def size_of(path: Path) -> int:
 
 
 def read_small(path: Path) -> bytes:
-    """Return all bytes of a file. Raises Damage as `size_of` does, and OSError."""
     size_of(path)
     return path.read_bytes()
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -121,20 +121,17 @@ def _sealed_files(iteration_dir: Path, manifest: Manifest) -> list[DataFile]:
 
 
 def _with_arguments(iteration_dir: Path, files: list[DataFile]) -> list[DataFile]:
-    """Return those of `files` that hold Megatron's arguments, by an index that is intact."""
     places = IndexReader(iteration_dir).read_metadata().storage_data
     place = places.get(MetadataIndex(COMMON_OBJECT))
     return [file for file in files if place is not None and file.name == place.relative_path]
 
 
 def _check_size(path: Path, expected: int | None) -> None:
-    """Check the size of a file that exists. Raises Damage."""
     if (size := size_of(path)) != expected and expected is not None:
         raise Damage(f"{path.name} has {size} bytes, and had {expected} when it was saved")
 
 
 def _check_config(iteration_dir: Path) -> None:
-    """Check metadata.json, which Megatron writes last."""
     if not iteration_dir.is_dir():
         raise Damage("it is no directory")
     if not (iteration_dir / CONFIG).is_file() and is_of_format_torch(iteration_dir):

@@ -25,7 +25,6 @@ class _Clock:
         self._device, self._repetitions = device, repetitions
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the median over repetitions of the slowest rank's seconds."""
         run()  # communicators and kernels are made in the first call
         times: list[float] = []
         for _ in range(self._repetitions):

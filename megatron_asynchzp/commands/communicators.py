@@ -35,7 +35,7 @@ class Communicators:
     def nbytes(self) -> int:
         """Bytes of NCCL's rings. Not measured: NCCL may take a tree or NVLS in addition.
 
-        A channel of a ring keeps the buffers of one connection in a node, where a peer reads or
+        A channel of a ring keeps the buffers of a connection in a node, where a peer reads or
         writes them, and of two between nodes, where a network card does.
         """
         connection = sum(int(os.environ.get(name, usual)) for name, usual in _BUFFERS.items())
@@ -53,7 +53,6 @@ class Communicators:
 def engine_communicators(
     sharding: Iterable[GroupKind], sizes: ShardSizes, ranks_per_node: int
 ) -> Communicators:
-    """Count rank 0's communicators for the groups within which states are sharded."""
     crossings: list[bool] = []
     for group in sharding:
         topology = ShardTopology(group.size, 0, sizes.restricted_to(group.size))

@@ -118,7 +118,6 @@ def translate(
 
 
 def migrate(file: str, ranks: int | None = None) -> int:
-    """Print the translation; return 1 if a key is refused, else 0."""
     try:
         config = json.loads(Path(file).read_text())
     except OSError as error:

@@ -18,7 +18,6 @@ _RANKS_PER_NODE = 8
 
 
 def asked_of(arguments: list[str]) -> Namespace | None:
-    """Return the flags of a dry run, None without --asynchzp-dry-run."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_dry_run_arguments(parser)
     try:
@@ -38,7 +37,6 @@ def asked_of(arguments: list[str]) -> Namespace | None:
 
 
 def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
-    """Print the tables of a run of `script`; return the exit status."""
     if os.environ.get("RANK", "0") != "0":  # started with torchrun all the same
         return 0
     # Only now: a wrong flag is reported without importing Megatron.

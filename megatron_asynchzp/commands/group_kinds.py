@@ -10,7 +10,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import STATES
 
 
 class GroupKind(NamedTuple):
-    """The groups of one kind."""
+    """The groups of a kind."""
 
     name: str
     shares: str  # What its ranks have in common, or divide between them.
@@ -45,7 +45,6 @@ class RankGroups:
             self.sharding["expert "] = self.along("expert data parallel", shares, "dp", "expert")
 
     def along(self, name: str, shares: str, axes: str, generator: str = "dense") -> GroupKind:
-        """Return the groups along axes of Megatron's, such as dp-cp."""
         groups = self._generators[generator].get_ranks(axes)
         ranks = next(tuple(group) for group in groups if 0 in group)
         return GroupKind(name, shares, len(ranks), self._world_size // len(ranks), ranks)

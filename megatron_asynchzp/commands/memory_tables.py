@@ -101,7 +101,6 @@ def savings_table(run: DryRun) -> str:
 
 
 def verdict(run: DryRun, device_nbytes: float) -> str:
-    """Say in one sentence whether the fullest rank fits into a device."""
     stage = run.fullest
     total, there = (stage.memory.total + run.hccl_nbytes) / GIB, device_nbytes / GIB
     need = f"a rank of stage {stage.index} needs {total:.1f} GiB{_of_hccl(run)}, a device has "
@@ -143,7 +142,7 @@ def budgets_to_keep(run: DryRun, device_nbytes: float) -> str:
     flags: list[str] = []
     saved: list[str] = []
     kinds = [("params", "keep_params_nbytes", "gathers")]
-    if not run.args.gradient_accumulation_fusion:  # those layers write over what is kept
+    if not run.args.gradient_accumulation_fusion:  # those layers overwrite kept gradients
         kinds.append(("grads", "keep_grads_nbytes", "reductions"))
     for kind, budget, operations in kinds:
         rows = [(getattr(saving, operations), getattr(saving, budget)) for saving in run.savings]

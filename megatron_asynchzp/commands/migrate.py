@@ -32,7 +32,6 @@ _OURS = "--use-asynchzp"
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return our flags and the training command. Exits as argparse does."""
     parser = OneLineParser(
         prog="asynchzp migrate",
         usage="%(prog)s [--cluster NAME_OR_FILE] [--ranks N] FILE | -- TRAINING COMMAND",
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
     if words[0].endswith(".json"):
         return deepspeed.migrate(words[0], asked.ranks or (cluster and cluster.num_ranks))
     source = recipes.read_source(words)
-    # Only now: what is wrong above is said without torch and Megatron.
+    # Only now: the checks above need neither torch nor Megatron.
     from megatron_asynchzp.commands import pretended_world
 
     pretended_world.patch_megatron()
@@ -94,7 +93,7 @@ def main(argv: list[str]) -> int:
     if judged.args is not None:
         try:
             _print_shardings(judged, command.flags, ranks, per_node, cluster)
-        except (ConfigurationError, ValueError) as error:  # of which the planner has no formula
+        except (ConfigurationError, ValueError) as error:  # the planner has no formula for it
             print(f"Bytes are not known: {error}")
     return status
 

@@ -33,13 +33,12 @@ from megatron_asynchzp.planner.search import Outcome, Progress
 from megatron_asynchzp.planner.space import VARIED, Space
 
 EXIT_TOO_LARGE = 1
-_OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
+_OURS = ("--use-asynchzp",)  # the plan is for a run with it, of a stock command line too
 _KEPT = ("micro-batch-size", "recompute")
-_DEPTHS = (1, 2)  # to try, beside that of the flags
+_DEPTHS = (1, 2)  # to try, in addition to that of the flags
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return our flags and the training command behind `--`. Exits as argparse does."""
     parser = OneLineParser(
         prog="asynchzp plan",
         usage="%(prog)s --cluster NAME_OR_FILE [flags] -- SCRIPT [flags of SCRIPT]",
@@ -94,7 +93,7 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[RunShape, Name
     pretended_world.patch_megatron()
     from megatron_asynchzp.mcore.run import planned  # after it, as it imports Megatron
 
-    # Megatron asks for it beside some parallel sizes; no device is used here.
+    # Megatron asks for it with some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     world = cluster.num_ranks, cluster.ranks_per_node
     args, _ = pretended_world.parse_command([*command, *_OURS], *world)

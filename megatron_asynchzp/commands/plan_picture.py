@@ -53,7 +53,6 @@ def spans_of(best: Candidate) -> tuple[int, tuple[Interval, ...]]:
 
 
 def write_trace(best: Candidate, file: Path) -> None:
-    """Write a trace as --asynchzp-trace does, for Perfetto."""
     spans = map(timeline.Span._make, spans_of(best)[1])
     with _naming(f"--trace {file}"):
         file.write_text(json.dumps(timeline.chrome_trace(spans, rank=0)))

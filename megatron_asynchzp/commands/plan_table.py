@@ -22,7 +22,6 @@ def model(understood: Model) -> str:
 
 
 def setting(space: Space, outcome: Outcome) -> str:
-    """Describe cluster, batch and the number of plans in one line."""
     cluster, domain = space.cluster, ""
     if cluster.nodes_per_domain > 1:
         domain = f" in domains of {cluster.ranks_per_domain}, between which they send"

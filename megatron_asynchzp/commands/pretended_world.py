@@ -95,7 +95,6 @@ def _silence() -> Iterator[io.StringIO]:
 
 
 def _one_line(error: BaseException, printed: str) -> str:
-    """Return the message, argparse's last line, or the assertion that failed."""
     if isinstance(error, SystemExit):
         last = (printed.strip().splitlines() or ["the command line was refused"])[-1]
         return last.removeprefix(_OURS) + _nearest(last)
@@ -244,7 +243,7 @@ def _parse(
 
 
 class _Group:
-    """A process group of which every rank is the first."""
+    """A process group in which every rank is the first."""
 
     def __init__(self, ranks: Sequence[int], **_: object):
         self._ranks = ranks
@@ -258,7 +257,6 @@ class _Group:
 
 @contextlib.contextmanager
 def groups_of(ranks: int) -> Iterator[None]:
-    """Let Megatron compute the groups of so many ranks without making them."""
     from megatron.core import parallel_state
 
     with (

@@ -105,7 +105,6 @@ class Flags:
             yield action.dest if action else "", list(words[start:position])
 
     def known(self, words: Sequence[str]) -> list[str]:
-        """Return the words that are Megatron's flags, and their values."""
         return [word for name, part in self._split(words) if name for word in part]
 
     def read(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -45,12 +45,10 @@ _COMMAND_IN_QUOTES = re.compile(r"[^-\s].*\.py\b.*\s--\w", re.DOTALL)
 
 
 def open_variables(words: list[str]) -> list[str]:
-    """Return the variables in the words that nothing in the text sets."""
     return sorted({name for word in words for name in _OPEN.findall(word)})
 
 
 def with_numbers(words: list[str]) -> list[str]:
-    """Put 1 in place of each open variable."""
     return [_OPEN.sub("1", word) for word in words]
 
 
@@ -66,7 +64,6 @@ def _job_of(text: str) -> dict[str, int]:
 
 
 def _shell_variables(job: Mapping[str, int]) -> dict[str, str]:
-    """Return the variables that a shell sets by itself, and Slurm in a job."""
     user = os.environ.get("USER") or "user"
     names = {"PWD": os.getcwd(), "HOME": f"/home/{user}", "USER": user, "LOGNAME": user}
     names |= {"HOSTNAME": os.uname().nodename, "SHELL": "/bin/bash", "UID": str(os.getuid())}
@@ -90,7 +87,7 @@ class ShellScript:
     """The commands of a script: each command of each branch once, in the order of the text.
 
     commands: Their words.
-    set_twice: Variables with several values, of which the last is read.
+    set_twice: Variables with several values; the last is read.
     job: Numbers of the lines for Slurm: nodes, tasks, tasks_per_node.
     """
 
@@ -111,7 +108,6 @@ class ShellScript:
         return any(word.startswith("--") for words in self.commands for word in words)
 
     def number(self, name: str) -> int | None:
-        """Return the whole number that the script sets a variable to, or None."""
         value = self._known.get(name)
         return int(value) if isinstance(value, str) and value.isdecimal() else None
 
@@ -191,7 +187,6 @@ class ShellScript:
         return text
 
     def _value(self, piece: str, text_of: Callable[[str], str]) -> str:
-        """Return the value of an expansion; `text_of` reads its default."""
         is_open = "\0{}\0".format(re.sub(r"\s+", " ", piece))
         if re.match(r"(`|\$\()\s*#", piece):  # a comment within a command
             return ""

@@ -46,7 +46,6 @@ class DryRun:
 
     @property
     def asked_budgets(self) -> dict[str, int]:
-        """Bytes of "params" and "grads" that the flags let a rank keep."""
         schedule = schedule_of(self.args)
         return {"params": schedule.keep_params_nbytes, "grads": schedule.keep_grads_nbytes}
 
@@ -56,7 +55,6 @@ class DryRun:
 
     @property
     def hccl_nbytes(self) -> int:
-        """Bytes of HCCL's buffers for the engine's communicators; 0 without Ascend."""
         asked = getattr(self.args, "pasa_vendor", None) == "npu-fusion"
         is_on_ascend = asked or importlib.util.find_spec("torch_npu") is not None
         if not is_on_ascend or self.args.distributed_backend == "gloo":
@@ -69,12 +67,10 @@ class DryRun:
 
 
 def dry_run_of_flags(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> DryRun:
-    """Dry-run flags of pretrain_gpt.py. Raises ConfigurationError if they cannot run."""
     return dry_run_of(*pretended_world.parse(list(flags), ranks, ranks_per_node), ranks_per_node)
 
 
 def dry_run_of_script(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> DryRun:
-    """Dry-run any Megatron script. Raises ConfigurationError if it cannot run."""
     parsed = pretended_world.parse_script(script, flags, ranks, ranks_per_node)
     return dry_run_of(*parsed, ranks_per_node)
 

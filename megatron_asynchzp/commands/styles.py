@@ -37,7 +37,6 @@ SIZES_MEANING = (
 
 
 def new_figure(height: float) -> Any:
-    """Make a matplotlib figure without a window; `height` in inches."""
     require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 

@@ -66,7 +66,6 @@ class Verdict:
 
     @property
     def lost(self) -> list[Rule]:
-        """The rules that switch off a feature without a replacement."""
         return [rule for rule in self.changed if rule.is_lost]
 
     @property
@@ -96,7 +95,7 @@ def ask(
                     raise ConfigurationError(str(error)) from error
                 args, lines = pretended_world.parse_command(command, ranks, ranks_per_node)
             except ConfigurationError as error:
-                # What is refused even with what was asked for is the reason.
+                # A refusal despite the requested flag is the reason.
                 refusal = error if environment.keys() & {*_ASKED} else refusal or error
                 asked = [name for name in _ASKED if f"{name} should" in str(error)]
                 if more := dict.fromkeys(asked, "1").items() - environment.items():

@@ -38,8 +38,6 @@ def asks_for_cuda(device: Any) -> bool:
 
 
 def factory_on_cpu(function: Callable) -> Callable:
-    """Wrap a factory to allocate on the CPU, unpinned."""
-
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -53,8 +51,6 @@ def factory_on_cpu(function: Callable) -> Callable:
 
 
 def move_on_cpu(move: Callable) -> Callable:
-    """Wrap `Tensor.to` or `Module.to`, where the device may come first."""
-
     @functools.wraps(move)
     def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and asks_for_cuda(args[0]):
@@ -89,8 +85,6 @@ def type_as_on_cuda(read_type: Callable) -> Callable:
 
 
 def load_on_cpu(load: Callable) -> Callable:
-    """Wrap `torch.load` to load tensors of CUDA devices on the CPU."""
-
     @functools.wraps(load)
     def on_cpu(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if map_location is None or asks_for_cuda(map_location):
@@ -101,8 +95,6 @@ def load_on_cpu(load: Callable) -> Callable:
 
 
 def context_on_cpu(enter: Callable) -> Callable:
-    """Wrap `with torch.device("cuda"):` and `torch.set_default_device("cuda")`."""
-
     @functools.wraps(enter)
     def on_cpu(self: Any, device: Any) -> Any:
         return enter(self, _CPU if asks_for_cuda(device) else device)
@@ -111,7 +103,6 @@ def context_on_cpu(enter: Callable) -> Callable:
 
 
 def compile_nothing(model: Callable | None = None, **_: Any) -> Callable:
-    """Replace `torch.compile`, as a function and as a decorator with options."""
     return model if model is not None else compile_nothing
 
 
@@ -161,8 +152,6 @@ class _AllOf(NamedTuple):
 
 
 def gather_of_any_sizes(all_gather: Callable) -> Callable:
-    """Wrap `all_gather`: tensors of different sizes take a broadcast each."""
-
     @functools.wraps(all_gather)
     def gathered(tensor_list: list, tensor: torch.Tensor, group: Any = None, async_op=False) -> Any:
         if _are_equal(tensor_list):
@@ -179,8 +168,6 @@ def gather_of_any_sizes(all_gather: Callable) -> Callable:
 
 
 def scatter_of_any_sizes(reduce_scatter: Callable) -> Callable:
-    """Wrap `reduce_scatter`: tensors of different sizes take a reduction each."""
-
     @functools.wraps(reduce_scatter)
     def scattered(
         output: torch.Tensor,

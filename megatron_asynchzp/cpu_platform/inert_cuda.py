@@ -77,8 +77,6 @@ class InertEvent:
 
 
 class _InertContext(contextlib.nullcontext):
-    """Stand in for torch.cuda.device, torch.cuda.device_of, nvtx.range and their like."""
-
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
 

@@ -49,7 +49,7 @@ def install() -> list[str]:
     # torch's functions that stand-ins would upset.
     import torch._dynamo  # noqa: F401
 
-    # Likewise torch's own table of what `with torch.device(...)` moves, which is made once: with
+    # Likewise torch's table of functions that `with torch.device(...)` moves, made once: with
     # stand-ins in it, models on the meta device would be real, now and after `uninstall`.
     from torch.utils._device import _device_constructors
 

@@ -32,7 +32,7 @@ def scan(
     for start in range(0, length, chunk):
         piece = slice(start, start + chunk)
         fed, b, c = x[:, piece] * dt[:, piece, :, None], B[:, piece], C[:, piece]
-        decay = (dt[:, piece] * A).cumsum(1)  # log of what is left of h_0 after each step
+        decay = (dt[:, piece] * A).cumsum(1)  # log of h_0's remaining factor after each step
         between = decay[:, :, None] - decay[:, None]  # (batch, to, from, heads)
         is_later = torch.ones(between.shape[1:3], dtype=torch.bool, device=x.device).tril()
         weights = between.masked_fill(~is_later[:, :, None], -torch.inf).exp()

@@ -41,7 +41,6 @@ class CpuDevice:
         return nullcontext()
 
     def record_event(self) -> None:
-        """Record an event after everything issued so far on the current stream."""
         return
 
     def wait_event(self, event: None) -> None:
@@ -196,7 +195,6 @@ Device = CpuDevice | StreamDevice
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """Return the interface for the device that holds `tensor`."""
     if tensor.device.type == "cpu":
         return CpuDevice()
     return StreamDevice(getattr(torch, tensor.device.type), tensor.device)

@@ -26,7 +26,7 @@ class MergingReader:
     """Reads the weights of a checkpoint with their adapters merged, as TensorReader does.
 
     Args:
-        checkpoint: The folder of one iteration.
+        checkpoint: The folder of an iteration.
         base: Another one with the tensors that `checkpoint` lacks (--asynchzp-save-trained-only).
         alpha: The scale of the adapters times their rank, if known.
 
@@ -94,10 +94,8 @@ class MergingReader:
 
 
 def _places(reader: TensorReader) -> dict[str, tuple[TensorReader, str]]:
-    """Return the reader and stored key of each tensor, by its key without `to_wrap`."""
     return {key.replace(".to_wrap.", "."): (reader, key) for key in reader.tensors}
 
 
 def alpha_of(args: Namespace, given: float | None) -> float | None:
-    """Return the alpha of the command line, or else of the checkpoint's arguments."""
     return getattr(args, "lora_alpha", None) if given is None else given

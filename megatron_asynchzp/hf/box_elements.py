@@ -43,7 +43,6 @@ class BoxElements(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of elements, or ALL, as the receiver is told it."""
         return ALL if self.indices is None else self.values.numel()
 
     def tensors(self) -> Iterator[Tensor]:

@@ -55,7 +55,6 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write config.json into `folder`. Raises ConfigurationError if transformers is too old."""
     _check_transformers()
     from transformers import (
         GPT2Config,
@@ -166,7 +165,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
         return _read_shape(folder, entries, vocab_multiple)
     except ConfigurationError:
         raise
-    except Exception as error:  # transformers and we assume much of what the entries are
+    except Exception as error:  # transformers and we assume much about the entries
         raise ConfigurationError(
             f"{path} is not a model's configuration: {type(error).__name__}: {one_line(error)}"
         ) from error
@@ -235,7 +234,6 @@ def _read_shape(folder: Path, entries: dict[str, Any], vocab_multiple: int) -> M
 
 
 def _read_rope(parameters: dict[str, Any]) -> tuple[int, bool]:
-    """Return the base of rotary positions, and whether their frequencies are scaled."""
     base, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
     if base != int(base):
         raise ConfigurationError(

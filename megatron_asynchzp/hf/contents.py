@@ -40,7 +40,6 @@ class Job(NamedTuple):
         return (0,) if self.rule.key.startswith(_FIRST) else (2,)
 
     def convert(self, whole: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-        """Convert `whole`, of any dtype, to named tensors of transformers."""
         return zip(self.names, self.rule.to_hf(whole, shape), strict=True)
 
 

@@ -98,7 +98,7 @@ def _match_names(
 
     As transformers does, accept names that lack the outer module, or have it wrongly. Raise
     ConfigurationError unless the tensors are exactly those of the rules, in their sizes, and, if
-    they are not cast, of one dtype.
+    they are not cast, of equal dtype.
     """
     outer = "transformer." if shape.family == "gpt2" else "model."
     wanted = _wanted(shape)

@@ -24,22 +24,19 @@ class TensorRule:
     key: str
     # In a Hugging Face directory; the first "{}" is the layer, the second the expert.
     names: tuple[str, ...]
-    dims: tuple[str, ...]  # of one layer's (expert's) tensor, see ModelShape.size_of
+    dims: tuple[str, ...]  # of a layer's (expert's) tensor, see ModelShape.size_of
     # Inverse of each other; both also take meta tensors.
     to_hf: Callable[[Tensor, ModelShape], tuple[Tensor, ...]]
     to_megatron: Callable[[tuple[Tensor, ...], ModelShape], Tensor]
     twin: str | None = None  # a second key under which an import writes the tensor
 
     def stack(self, shape: ModelShape) -> tuple[int, ...]:
-        """Return how many tensors the key holds: (), (layers,) or (layers, experts)."""
         return _stack_below(self.key, shape)
 
     def places(self, shape: ModelShape) -> Iterator[tuple[int, ...]]:
-        """Return the place of each in order: (), (layer,) or (layer, expert)."""
         return product(*map(range, self.stack(shape)))
 
     def names_of(self, place: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the names in transformers of the tensor at `place` of the stack."""
         return tuple(name.format(*place) for name in self.names)
 
     def megatron_size(self, shape: ModelShape) -> torch.Size:
@@ -69,7 +66,6 @@ def split_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
 
 
 def join_qkv(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
-    """Join q, k and v, as the inverse of split_qkv."""
     by_group = [
         part.view(shape.num_query_groups, -1, shape.head_dim, *part.shape[1:]) for part in parts
     ]
@@ -178,7 +174,6 @@ _EXPERTS_NORM = replace(_MLP_NORM, twin=f"{LAYERS}pre_mlp_layernorm.weight")
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """Return the rules of experts, given transformers' names of the MLP and its matrices."""
     block = f"model.layers.{{}}.{block}"
     expert = f"{block}.experts.{{}}"
     return (

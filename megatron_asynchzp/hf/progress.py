@@ -14,7 +14,6 @@ def no_progress(steps: Iterable, total: int) -> Iterable:
 
 
 def show_progress(steps: Iterable, total: int) -> Iterator:
-    """Show a bar on stderr if that is a terminal."""
     from rich.console import Console
     from rich.progress import track
 

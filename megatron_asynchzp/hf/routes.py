@@ -28,7 +28,6 @@ class Routes:
         self._sources: dict[Holders, dict[int, int]] = {}
 
     def sources(self, holders: Holders) -> dict[int, int]:
-        """Return the holder that sends each receiver a tensor of `holders`, by receiver."""
         if holders not in self._sources:
             self._sources[holders] = {
                 receiver: self._source(holders, receiver) for receiver in self.receivers

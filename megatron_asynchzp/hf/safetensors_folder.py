@@ -34,7 +34,6 @@ class TensorInfo(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise ConfigurationError if it has none."""
     _check_no_pointer(path)
     try:
         entries = json.loads(path.read_bytes())
@@ -56,7 +55,6 @@ def _check_no_pointer(path: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the weight files that transformers reads, in its order."""
     if (folder / _ADAPTERS).is_file():
         raise ConfigurationError(
             f"{folder} holds adapters ({_ADAPTERS}): merge them into their base with peft's "

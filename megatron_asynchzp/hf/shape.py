@@ -35,7 +35,7 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model of one of six families.
+    """A model of a family: one of these six.
 
     llama: RMSNorm, SwiGLU, rotary positions, no biases. qwen2: the same with biases on q, k and v.
     qwen3: as llama, with an RMSNorm on each head of q and k.
@@ -125,7 +125,6 @@ class ModelShape:
 def describe_difference(
     source: str, shape: ModelShape, missing: list[str], foreign: list[str]
 ) -> str:
-    """Return a line that names missing tensors and tensors that no rule maps."""
     differences = []
     for names, verb in ((missing, "lacks"), (foreign, "has, and no rule maps,")):
         if names:

@@ -134,7 +134,6 @@ class TensorToWrite:
     make: Callable[[tuple[int, ...]], Tensor]  # called once for each place of the stack
 
     def write_items(self) -> Iterator[tuple[WriteItem, Callable[[], Tensor]]]:
-        """Yield torch's description of each tensor, and the function that makes it."""
         properties = TensorProperties(dtype=self.dtype)
         whole = torch.Size([*self.stack, *self.size])
         size = torch.Size([*[1] * len(self.stack), *self.size])
@@ -149,7 +148,6 @@ class TensorToWrite:
 def write_checkpoint(
     checkpoint: Path, tensors: list[TensorToWrite], objects: dict[str, Any]
 ) -> None:
-    """Write tensors, one at a time, and objects, by key, as a torch_dist checkpoint."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     checkpoint.mkdir(parents=True)

@@ -51,7 +51,7 @@ def stream_weights(
 
     The receiver owns the tensors, on the device of the model. Their bits are those that
     `asynchzp hf export` makes of a checkpoint of this step, except in rows of padding. In addition
-    to its shards a rank holds its part of one layer (or of the tensors before or after all layers),
+    to its shards a rank holds its part of a layer (or of the tensors before or after all layers),
     64 MiB or one tensor from other ranks, and one tensor in two copies: together at most two units,
     a unit being a layer or an embedding without tensor parallelism.
 
@@ -78,7 +78,6 @@ def mark_weights(model: Sequence[Any], name: str) -> None:
 
 
 def forget_mark(model: Sequence[Any], name: str) -> None:
-    """Stop recording for `name`, or raise ConfigurationError if it is no mark."""
     for chunk in _chunks(model):
         drop_mark(chunk.runtime, name)
 
@@ -275,7 +274,6 @@ class WeightStream:
     def _exchange(
         self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_GatheredUnit"]
     ) -> Elements:
-        """Exchange the boxes of `jobs` between all ranks, and return those of this receiver."""
         elements: Elements = {}
         sent: _Boxes = {}
         received: _Boxes = {}
@@ -323,7 +321,6 @@ class WeightStream:
     def _tell_counts(
         self, elements: Elements, sent: _Boxes, received: _Boxes
     ) -> dict[HeldBox, int]:
-        """Exchange the number of elements of each box, and return those that this rank receives."""
         parcels, coming = [], dict[int, Tensor]()
         for source, receiver, boxes in self._ways(sent, received):
             counts = [elements[box].count if source == self._rank else 0 for box in boxes]
@@ -365,7 +362,6 @@ def _begun_in(model: Sequence[AsyncHZPDataParallel]) -> list[tuple[int, bool]]:
 
 
 def _chunks(model: Sequence[Any]) -> Sequence[AsyncHZPDataParallel]:
-    """Return the model, or raise ConfigurationError if it is none of a run with --use-asynchzp."""
     if isinstance(model, torch.nn.Module) or not all(
         isinstance(chunk, AsyncHZPDataParallel) for chunk in model
     ):

@@ -78,7 +78,6 @@ class RunShape:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a rank in a micro-batch."""
         return self.batch.tokens / self.parallel.cp
 
     @property
@@ -88,7 +87,6 @@ class RunShape:
 
     @property
     def pairs(self) -> float:
-        """Pairs of a query and a key, per head."""
         return self.tokens * self.batch.seq_length
 
     @property
@@ -128,7 +126,6 @@ def norm_nbytes(width: float, tokens: float, setting: RunShape) -> float:
 
 
 def _rope_nbytes(rotated: float, setting: RunShape) -> float:
-    """Return the bytes of sine and cosine, for queries and for keys."""
     if not setting.kernels.has_rope or setting.kernels.is_fused:
         return 0.0
     return 4 * setting.batch.seq_length * rotated * setting.model.itemsize
@@ -265,7 +262,6 @@ def _mlp_nbytes(part: Mlp, setting: RunShape) -> float:
 
 
 def _experts_nbytes(part: Experts, setting: RunShape) -> float:
-    """Return the bytes of balanced experts: every rank computes as many tokens as it sends."""
     size, hidden = setting.model.itemsize, setting.model.hidden
     own = setting.outside * hidden * size
     if setting.recompute.has("moe"):
@@ -372,7 +368,6 @@ def loss_nbytes(setting: RunShape) -> float:
 
 
 def final_norm_nbytes(setting: RunShape) -> float:
-    """Return the bytes of the last norm and its output, which the logits' projection keeps."""
     return norm_nbytes(setting.model.hidden, setting.outside, setting) + setting.hidden_nbytes
 
 

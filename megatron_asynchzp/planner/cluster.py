@@ -36,7 +36,6 @@ class Device:
 
     @property
     def flops_per_s(self) -> float:
-        """FLOPs per second that a layer reaches."""
         return 1e12 * self.tflops * self.efficiency
 
     @property
@@ -54,16 +53,15 @@ class Link:
     """The link between the ranks of a node, or between the nodes."""
 
     gb_s: float  # 1e9 bytes/s, each way, of a rank's link inside a node or of a card between nodes
-    latency_us: float = 0.0  # of one message from a rank to the next
-    start_us: float = 0.0  # of one collective of any size
+    latency_us: float = 0.0  # of a message from a rank to the next
+    start_us: float = 0.0  # of a collective of any size
     cards: int = 1  # of a node, for the link between nodes; ranks share them if they are fewer
     shared: bool = False  # whether all ranks of a node share the link inside it
     trees: bool = False  # whether small collectives between nodes may go along a tree, as NCCL's do
-    # (bytes of one message, part of gb_s) in ascending order, interpolated over log(bytes)
+    # (bytes of a message, part of gb_s) in ascending order, interpolated over log(bytes)
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def reached(self, message_nbytes: float) -> float:
-        """Return bytes per second with messages of this size."""
         points = self.efficiency
         place = bisect_left(points, (message_nbytes,))
         if place == 0:
@@ -95,12 +93,10 @@ class Cluster:
 
     @property
     def ranks_per_domain(self) -> int:
-        """Ranks that the links inside join."""
         return self.ranks_per_node * self.nodes_per_domain
 
     @cached_property
     def outside(self) -> Link:
-        """Link `between` nodes, with the cards of a domain."""
         return replace(self.between, cards=self.between.cards * self.nodes_per_domain)
 
     @property
@@ -129,7 +125,7 @@ class Cluster:
         ]
 
     def with_ranks(self, num_ranks: int) -> "Cluster":
-        """Return the same nodes for `num_ranks`, or a part of one node.
+        """Return the same nodes for `num_ranks`, or a part of a node.
 
         Raises ConfigurationError if the ranks do not fill the last node.
         """
@@ -158,7 +154,6 @@ class Cost(NamedTuple):
 
     @property
     def alone_s(self) -> float:
-        """Seconds until it ends if nothing else uses the links."""
         return self.latency_s + self.busy_s
 
 
@@ -210,7 +205,6 @@ class Ring:
         return self.rings_per_node * self.in_node * leaving
 
     def exchange(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Return the cost of an all-to-all: each rank has `nbytes` for all ranks together."""
         if self.size == 1:
             return Cost()
         message = nbytes / self.size
@@ -250,7 +244,7 @@ class Ring:
         return min(ring, tree, key=lambda cost: cost.alone_s)
 
     def turn(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Return the cost of one turn of the ring with a whole tensor of `nbytes`.
+        """Return the cost of a turn of the ring with a whole tensor of `nbytes`.
 
         n - 1 messages of nbytes / n follow each other on each link. A piece passes every rank, so
         the latency is the sum over one turn. All links work at once, and the slowest sets the pace.

@@ -50,12 +50,10 @@ def load_cluster(name_or_file: str) -> Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the clusters that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
-    """Return the cluster of a parsed file, or raise ConfigurationError with file and field."""
     cluster = _read(Cluster, {"name": Path(file).stem, **entries}, f"{file}: ")
     if cluster.device.reserved_gib >= cluster.device.memory_gib:
         raise ConfigurationError(f"{file}: device.reserved_gib: leaves nothing of memory_gib")

@@ -27,14 +27,13 @@ class Sent:
 
     @classmethod
     def of(cls, name: str, ring: Ring, cost: Cost, times: int = 1) -> "Sent":
-        """Return `times` collectives in a row, which do not overlap with computation."""
         link = BETWEEN if ring.crosses_nodes else INSIDE
         return cls(name, link, times * cost.alone_s, times * cost.busy_s)
 
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """Times of one micro-batch's computation, in seconds."""
+    """Times of a micro-batch's computation, in seconds."""
 
     model: Model
     parallel: Parallel
@@ -85,7 +84,6 @@ class ComputeTimes:
         return min(1.0, recompute.num_layers / chunk)
 
     def _core_attention_flops(self, unit: Unit) -> float:
-        """Return the forward FLOPs of the scores and their product with the values."""
         if unit.source is None or unit.kind == "experts":
             return 0.0
         batch, layer = self.batch, unit.source
@@ -135,7 +133,6 @@ class ComputeTimes:
         return dict(total)
 
     def _key_value_nbytes(self, layer: shapes.Layer) -> float:
-        """Return the bytes of keys and values of whole sequences on a tensor-parallel rank."""
         match layer.mixer:
             case shapes.Attention(num_groups=groups, head_dim=width):
                 elements = 2 * groups * width
@@ -148,7 +145,6 @@ class ComputeTimes:
 
     @cached_property
     def send_s(self) -> float:
-        """Seconds to send a micro-batch's hidden states to the next stage."""
         parallel, cluster = self.parallel, self.cluster
         parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
         nbytes = self.batch.tokens / parts * self.model.hidden * self.model.itemsize

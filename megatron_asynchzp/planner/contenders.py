@@ -27,7 +27,6 @@ class Contender:
 
     @property
     def needs_nodes(self) -> bool:
-        """Whether it needs several nodes to differ from another system."""
         return "node" in self.sizes
 
     def numbers(self, ranks: int, in_node: int) -> tuple[int, int, int]:

@@ -45,7 +45,6 @@ class Costing(RankBytes):
     # ---- stages
 
     def order_unit(self, unit: Unit, is_tied: bool) -> OrderUnit:
-        """Return the properties of a unit on which the order of a step depends."""
         sizes = self.groups[unit.group].sizes
         if unit.numel == 0:  # the output layer with the embedding's weight
             nothing = UnitInFlight(unit.name, 0, 0, 0, 1)
@@ -96,13 +95,11 @@ class Costing(RankBytes):
         return replace(self, plan=replace(self.plan, sizes=sizes), known={})
 
     def work(self, kind: int, unit: Unit) -> list[Transfer]:
-        """Return the transfers of an operation on `unit`, in order."""
         if unit.numel == 0:
             return []
         return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
 
     def collectives(self, kind: int, unit: Unit) -> list[Collective]:
-        """Return the collectives of an operation on `unit`, in order."""
         sends_codes = self.plan.wire.gathers_codes and unit.kind in IN_FP8
         in_codes = unit.matrix_numel if sends_codes else 0
         group = self.groups[unit.group]
@@ -115,7 +112,6 @@ class Costing(RankBytes):
         return issued(kind)
 
     def communication(self, stage: int) -> list[dict[int, list[Transfer]]]:
-        """Return the transfers of each unit of a stage, by kind of operation."""
         kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
         keys = [(unit.aligned_numel, unit.group, unit.kind) for unit in self.units[stage]]
         units = dict(zip(keys, self.units[stage], strict=True))
@@ -158,7 +154,6 @@ class Costing(RankBytes):
         )
 
     def step(self) -> Step:
-        """Return the step of the plan; a long one is extrapolated."""
         return self._of_step(self.simulate, _extrapolated_step)
 
     def _of_step[Value](
@@ -193,7 +188,6 @@ class Costing(RankBytes):
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of a step on all ranks, without recomputation."""
         parallel, batch = self.plan.parallel, self.plan.batch
         of_rank = sum(
             unit.flops + self.compute.backward_flops(unit) for units in self.units for unit in units
@@ -207,7 +201,6 @@ class Costing(RankBytes):
         return batch.tokens * batch.num_micro_batches * replicas
 
     def mfu(self, step_s: float) -> float:
-        """Return the part of the devices' peak that a step of `step_s` reaches."""
         peak = 1e12 * self.cluster.device.tflops * self.cluster.num_ranks
         return self.model_flops / (step_s * peak)
 

@@ -12,12 +12,11 @@ from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 
 MEAN_ERROR = 0.056
 """Of predicted steps, over all published runs (docs/planner.md): a smaller gain may be none."""
-_NAMED, _MUCH = 0.005, 0.1  # of a step: what is named, and what can limit it
+_NAMED, _MUCH = 0.005, 0.1  # shares of a step: to be named, and to be its limit
 _BUSY = 0.9  # of a step: a link that is busy for longer limits it
 
 
 def limit(best: Candidate) -> str:
-    """Describe what a faster cluster would have to be better at."""
     step, step_s, costing = best.step, best.step_s, best.costing
     assert step is not None
     times = step.worst
@@ -57,7 +56,6 @@ def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
 
 
 def stay(outcome: Outcome, best: Candidate) -> str:
-    """Name the systems over which little or nothing is gained, "" for none."""
     gains = {
         contender.name: candidate.step_s / best.step_s - 1
         for contender, candidate in outcome.contenders.items()
@@ -86,7 +84,6 @@ def worth(gain: float) -> str:
 
 
 def choice(outcome: Outcome) -> str:
-    """Say what the star in the table marks."""
     best, fastest = outcome.best, outcome.ranked[0]
     assert best is not None
     if best is fastest or best.step_s <= min(candidate.step_s for candidate in outcome.ranked):
@@ -123,7 +120,6 @@ def _against(name: str, candidate: Candidate | None, best: Candidate) -> str:
 
 
 def hierarchy(outcome: Outcome, best: Candidate) -> str:
-    """Say whether shard sizes of our own are worth it here."""
     flat = [
         candidate
         for name, candidate in outcome.baselines.items()

@@ -15,7 +15,7 @@ from math import exp, expm1
 class Failures:
     """Failures and saves, as a cluster's file states them."""
 
-    mtbf_hours: float  # between failures of one node that end a run
+    mtbf_hours: float  # between failures of a node that end a run
     restart_s: float  # from a failure until the ranks train again
     copy_gb_s: float  # of a rank to host memory; --async-save holds training up for that alone
     save_gb_s: float  # of a node that writes a checkpoint
@@ -66,6 +66,5 @@ class SaveTimes:
         return max(low, self.complete_s - self.held_s)
 
     def best_steps(self, step_s: float) -> int:
-        """Return the whole steps between saves that give the best `goodput`."""
         fewest = max(1, int(self.best_interval_s / step_s))
         return max(fewest, fewest + 1, key=lambda steps: self.goodput(steps * step_s))

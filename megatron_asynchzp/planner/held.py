@@ -81,7 +81,6 @@ class RankBytes:
 
     @cached_property
     def groups(self) -> dict[GroupKey, Group]:
-        """Sharding groups, by the key of a unit's group."""
         parallel, plan = self.plan.parallel, self.plan
         distance = parallel.experts_tp * parallel.ep
         expert_ranks = self.cluster.num_ranks // (distance * parallel.pp)
@@ -120,7 +119,6 @@ class RankBytes:
         return self.plan.parallel.pp == 1 or unit.kind not in ("embedding", "output")
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
-        """Return the memory in flight of a unit, by the engine's own formula."""
         group, itemsize = self.groups[unit.group], self.model.itemsize
         padded = self.padded(unit)
         adds_as_they_come = group.sizes.grad == 1
@@ -203,7 +201,6 @@ class RankBytes:
         return unit.matrix_numel - shapes.without_experts(unit, self.model, self.plan.parallel)
 
     def _preview_nbytes(self, unit: Unit) -> float:
-        """Return the bytes of a preview of the update of `unit`; 0 if it is not sent early."""
         schedule = self.plan.schedule
         has_room = self._outer_traffic(unit).may_have_room(schedule.early_update == "on")
         is_early = schedule.may_send_early and has_room and self._may_be_early(unit)
@@ -223,14 +220,12 @@ class RankBytes:
         return total_nbytes(of_units), self.model.itemsize * largest, away
 
     def states_by_formula(self, stage: int) -> dict[str, float]:
-        """Return a rank's bytes at rest in pipeline stage `stage`, by state, without padding."""
         units = [unit for unit in self.units[stage] if unit.numel]
         return total_nbytes(self._states_of(units, lambda unit: unit.numel))
 
     def _states_of(
         self, units: Sequence[Unit], numel_of: Callable[[Unit], int]
     ) -> list[tuple[dict[str, float], bool]]:
-        """Return each unit's bytes by state, and whether its optimizer states are on the host."""
         trained = [unit for unit in units if unit.is_trained]
         numels = [self.padded(unit) // self.groups[unit.group].sizes.optim for unit in trained]
         on_host = trained[: num_on_host(numels, self.plan.offload)]
@@ -254,12 +249,10 @@ class RankBytes:
 
     @property
     def least_in_flight(self) -> int:
-        """Fewest bytes of memory in flight with which every model chunk can run."""
         every = range(self.plan.parallel.pp)
         return max(sum(least_in_flight(chunk)) for stage in every for chunk in self._chunks(stage))
 
     def _chunks(self, stage: int) -> list[list[UnitInFlight]]:
-        """Return the memory in flight of the units of each model chunk that has any."""
         chunks: dict[int, list[UnitInFlight]] = {}
         for unit in self.units[stage]:
             if unit.numel:
@@ -267,7 +260,6 @@ class RankBytes:
         return list(chunks.values())
 
     def in_flight_of(self, stage: int) -> list[MemoryInFlight]:
-        """Return the memory in flight of each model chunk of a rank of `stage`."""
         of = self.plan.schedule
         chunks = self._chunks(stage)
         return [memory_in_flight(each, of.depth, budget=of.in_flight_nbytes) for each in chunks]
@@ -290,7 +282,6 @@ class RankBytes:
 
     @property
     def has_room(self) -> bool:
-        """Whether the budget for memory in flight is enough for a step."""
         allowed = self.plan.schedule.in_flight_nbytes
         return allowed is None or self.least_in_flight <= allowed
 

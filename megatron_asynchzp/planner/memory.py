@@ -81,7 +81,7 @@ class MomentBytes:
         return (self.all_params * others + self.matrices * matrix_numel) / numel
 
 
-# ---- beside the states
+# ---- in addition to the states
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,6 @@ def micro_batches_in_flight(setting: RunShape, stage: int) -> float:
 
 
 def _kept_of_layers(layers: Sequence[Layer], setting: RunShape) -> float:
-    """Return the bytes that the layers of a model chunk keep of a micro-batch."""
     recompute, per_layer = (
         setting.recompute,
         [activations.layer_nbytes(layer, setting) for layer in layers],
@@ -197,7 +196,7 @@ def stage_activations(setting: RunShape, stage: int) -> Activations:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Bytes of a rank."""
 
     at_rest: Mapping[str, float]  # by state
     in_flight: Mapping[str, float]  # by kind
@@ -264,7 +263,6 @@ class Memory:
 
     @property
     def start(self) -> float:
-        """The peak until the first step: moments come with the first update."""
         later = self.at_rest[_MOMENTS] + self.at_rest.get(_ROOM, 0.0)
         return self.states - later + self.away + self.flying + self.whole_unit
 
@@ -295,5 +293,4 @@ class Memory:
         return max(self.start, self.training)
 
     def left_of(self, device_nbytes: float) -> float:
-        """Return a device's bytes left for libraries and fragmentation; negative: too little."""
         return device_nbytes - self.total

@@ -70,7 +70,7 @@ class Experts:
 
     num_experts: int
     topk: int
-    ffn: int  # of one expert
+    ffn: int  # of an expert
     is_gated: bool
     shared_ffn: int = 0  # of the shared experts, 0 without
     has_shared_gate: bool = False
@@ -179,7 +179,6 @@ class Unit:
 
     @cached_property
     def numels(self) -> dict[int, int]:
-        """Number of its tensors of each size, by their elements."""
         numels = Counter[int]()
         for shape, count in self.shapes.items():
             numels[round(prod(shape))] += count
@@ -191,7 +190,6 @@ class Unit:
 
     @cached_property
     def aligned_numel(self) -> int:
-        """Parameters on this rank, with each tensor at an alignment of the flat buffer."""
         return sum(
             round_up(numel, PARAM_ALIGNMENT_NUMEL) * count for numel, count in self.numels.items()
         )
@@ -266,7 +264,6 @@ def _mlp(ffn: float, is_gated: bool, model: Model, has_bias: bool | None = None)
 
 
 def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
-    """Return the shapes of the router and the shared experts of an experts' layer."""
     shapes = _linear(model.hidden, part.num_experts, part.has_router_bias)
     if part.shared_ffn:
         shapes += _mlp(part.shared_ffn / tp, part.is_gated, model, has_bias=False)
@@ -275,7 +272,6 @@ def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
 
 
 def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
-    """Return the shapes of a layer's parameters on a rank, without its experts."""
     tp, shapes = parallel.tp, []
     for part in (layer.mixer, layer.mlp):
         shapes += _norm(model.hidden, model) if part is not None else []
@@ -323,7 +319,6 @@ def mixer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) ->
 
 
 def expert_flops(part: Experts, model: Model, parallel: Parallel, batch: Batch) -> float:
-    """Return forward FLOPs of routed experts on a rank, balanced by the router."""
     numel = _numel(_expert(part, model, parallel))
     # Expert parallelism moves tokens between replicas: on average each rank computes as many.
     tokens = batch.tokens / parallel.cp * parallel.experts_tp / parallel.tp
@@ -331,7 +326,6 @@ def expert_flops(part: Experts, model: Model, parallel: Parallel, batch: Batch) 
 
 
 def layer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) -> float:
-    """Return forward FLOPs of a layer on a rank, without its routed experts."""
     tokens, flops = batch.tokens / parallel.cp, mixer_flops(layer, model, parallel, batch)
     match layer.mlp:
         case Mlp():
@@ -387,7 +381,6 @@ def _layer_units(
 
 
 def without_experts(unit: Unit, model: Model, parallel: Parallel) -> int:
-    """Return the elements of a layer's matrices without its experts'."""
     assert unit.source is not None
     return replace(unit, shapes=Counter(_layer(unit.source, model, parallel))).matrix_numel
 
@@ -401,7 +394,6 @@ def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
 
 
 def projections(part: Attention, mlp: Mlp, model: Model) -> dict[str, tuple[float, float]]:
-    """Return inputs and outputs of the ADAPTED layers, on all tensor-parallel ranks together."""
     width, kv = part.num_heads * part.head_dim, part.num_groups * part.head_dim
     return {
         "linear_qkv": (model.hidden, width + 2 * kv),

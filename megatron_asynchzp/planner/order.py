@@ -115,7 +115,6 @@ class StepOrder:
         return self._last_compute
 
     def reduce(self, chunk: "_Chunk", unit: int, computed: int | None, is_last: bool) -> None:
-        """Add the reductions of a unit after the action `computed`."""
         if self.units[unit].is_reduced:
             if chunk.grads.should_wait(unit, is_last):
                 return
@@ -130,7 +129,6 @@ class StepOrder:
                 chunk.params.send_early(unit)
 
     def start_grad_sync(self, unit: int) -> None:
-        """Add the reduction from G to O and over replicas."""
         after = (self._last_compute, self._last_reduction.get(unit))
         self.grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
 
@@ -178,7 +176,6 @@ class _Params(ParamsInFlight[int, _Mark, int]):
         self.rebuild(unit for unit in trained if unit not in early)
 
     def compute(self, unit: int) -> int:
-        """Add the computation with a unit, after its gather, and return its index."""
         if self._order.units[unit].is_gathered:
             self.unshard(unit)
             waits_for = self._gathered[unit].handle
@@ -262,7 +259,6 @@ class _Chunk:
                 kept_grads.visit(unit)
 
     def _completed(self) -> list[int]:
-        """Return trained units in the order in which a backward completes their gradients."""
         completed = [
             unit for unit in in_completion_order(self._visits) if self._all[unit].is_trained
         ]
@@ -270,7 +266,6 @@ class _Chunk:
         return [unit for unit in completed if unit not in at_end] + sorted(at_end)
 
     def early_units(self) -> set[int]:
-        """Return the units that each step sends before its update."""
         schedule, room = self._order.schedule, BackwardRoom()
         if not schedule.may_send_early:
             return set()

@@ -35,7 +35,7 @@ class Visit:
 
 
 class Phase(NamedTuple):
-    """Forward or backward of one micro-batch through one model chunk."""
+    """Forward or backward of a micro-batch through a model chunk."""
 
     is_forward: bool
     chunk: int
@@ -59,14 +59,12 @@ class Action(NamedTuple):
 
 
 def in_use_order(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
-    """Return units in the order in which forward or backward needs their parameters."""
     for visit in visits if is_forward else reversed(visits):
         yield visit.unit
         yield from in_use_order(visit.inner, is_forward)
 
 
 def in_completion_order(visits: Sequence[Visit]) -> Iterator[int]:
-    """Return units in the order in which backward completes their gradients."""
     for visit in reversed(visits):
         yield from in_completion_order(visit.inner)
         yield visit.unit

@@ -59,7 +59,6 @@ class Candidate:
 
     @property
     def busiest_link(self) -> float:
-        """The largest fraction of the step for which a link is busy."""
         assert self.step is not None
         busy = (seconds for stage in self.step.stages for seconds in stage.links_s.values())
         return max(busy, default=0.0) / self.step_s
@@ -70,7 +69,6 @@ class Candidate:
 
     @cached_property
     def scheme(self) -> str:
-        """The name of sizes that other systems have; "" if only AsyncHZP has them."""
         return next((name for name, system in _SCHEMES.items() if self.is_of(system)), "")
 
     def is_of(self, contender: Contender) -> bool:
@@ -80,7 +78,6 @@ class Candidate:
 
     @property
     def ranks_in_node(self) -> int:
-        """Ranks of a dense sharding group on one node."""
         tp = self.plan.parallel.tp
         per_node = max(1, self.costing.cluster.ranks_per_domain // tp)
         return min(per_node, self.costing.dense_ranks)
@@ -177,7 +174,6 @@ def _bounds_of(costing: Costing) -> tuple[float, float]:
 
 
 def _computing_s(costing: Costing) -> float:
-    """Return the seconds that the busiest stage computes for a micro-batch."""
     times = (map(costing.compute.of_unit, units) for units in costing.units)
     return max(sum(map(sum, of_stage)) for of_stage in times)
 
@@ -327,7 +323,6 @@ def _ranked(simulated: Iterable[Candidate]) -> list[Candidate]:
 def _missed(
     too_large: Sequence[tuple[float, Costing]], ranked: Sequence[Candidate]
 ) -> tuple[Candidate, float] | None:
-    """Return the plan nearest to fitting whose bound is under the best step, with that bound."""
     if not ranked:
         return None
     faster = [bounded for bounded in too_large if bounded[0] < (1 - PLAIN) * ranked[0].step_s]

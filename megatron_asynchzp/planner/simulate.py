@@ -79,7 +79,6 @@ class Step:
 
     @property
     def worst(self) -> StageTimes:
-        """Times of the stage that waits longest for communication."""
         return max(self.stages, key=lambda stage: stage.exposed_s)
 
 

@@ -153,7 +153,6 @@ def undivided(
 
 
 def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
-    """Yield micro-batch sizes whose replicas divide the global batch."""
     replicas, rest = divmod(space.cluster.num_ranks, parallel.tp * parallel.cp * parallel.pp)
     if rest or replicas == 0 or space.global_batch % replicas:
         return
@@ -168,7 +167,6 @@ def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
 
 
 def plans(space: Space) -> Iterator[Plan]:
-    """Yield every plan of the space, whether it fits or not."""
     for parallel in parallels(space):
         tp = parallel.tp
         ranks, rest = divmod(space.cluster.num_ranks, tp * parallel.pp)
@@ -193,7 +191,6 @@ def plans(space: Space) -> Iterator[Plan]:
 
 
 def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:
-    """Divide the allowed memory in flight among the model chunks of a rank."""
     allowed = start.schedule.in_flight_nbytes
     if allowed is not None:
         allowed = allowed * start.parallel.virtual // parallel.virtual

@@ -35,7 +35,6 @@ class Collective(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Number of times that every piece goes round the ring."""
         return 2 if self.operation == ALL_REDUCE else 1
 
     @property
@@ -136,7 +135,6 @@ def unit_collectives(
 
 
 def grad_piece_numels(padded_numel: int, shards: int, slot_nbytes: int) -> list[int]:
-    """Return the elements of each piece in which a unit's gradients are reduced."""
     shard, length = padded_numel // shards, piece_length(padded_numel, shards, slot_nbytes)
     return [shards * min(length, shard - start) for start in range(0, shard, length)]
 

@@ -55,7 +55,6 @@ class HostCopy:
         return values.as_strided(tensor.shape, tensor.stride(), start)
 
     def restore(self) -> None:
-        """Give the tensors memory with the same bytes, once."""
         for host, pack in self._packs:
             for item in pack:
                 item.storage.resize_(item.nbytes)
@@ -90,7 +89,6 @@ _Pack = tuple[torch.Tensor, list[_Moved]]
 
 
 def _packs(storages: Iterable[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
-    """Group storages into at most NUM_COPIES packs of about equal size."""
     filled = [storage for storage in storages if storage.nbytes()]
     total, start = sum(storage.nbytes() for storage in filled), 0
     packs: dict[int, list[torch.UntypedStorage]] = {}

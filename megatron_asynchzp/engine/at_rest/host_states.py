@@ -42,7 +42,7 @@ class _DevicePlace:
 
 
 class _UnitStates:
-    """The optimizer states of one unit; `params` are the optimizer's with elements."""
+    """The optimizer states of a unit; `params` are the optimizer's with elements."""
 
     def __init__(self, unit: HZPUnit, params: Sequence[torch.nn.Parameter], driver: Driver):
         self.unit, self.params, self._driver = unit, params, driver
@@ -111,7 +111,7 @@ class _UnitStates:
             param.data = torch.empty(param.shape, dtype=param.dtype)
 
     def leave_host(self, states: _States) -> None:
-        """Undo `point_to_host`, and move states of one value, which are not held, to the device."""
+        """Undo `point_to_host`, and move scalar states, which are not held, to the device."""
         for param, at_rest in zip(self.params, self._at_rest, strict=True):
             param.data = at_rest
             own = states.get(param, {})
@@ -120,7 +120,6 @@ class _UnitStates:
                     own[key] = value.to(at_rest.device)
 
     def await_stored(self) -> None:
-        """Hold the host until the last update is on the host."""
         if self.is_stored is not None:
             self._driver.await_event(self.is_stored)
 
@@ -145,14 +144,14 @@ class HostStates:
     """The states of the units that hold them on the host, and their update.
 
         copies in    | u0 | u1 |      | u2 |        a stream
-        update            | u0 | u1 |      | u2 |   the current stream: as that of other units
+        update            | u0 | u1 |      | u2 |   the current stream, as for other units
         copies out             | u0 | u1 |      |   a stream
 
     On the device it needs two places for the largest unit. Between two updates the optimizer's
     parameters of these units read as NaN.
 
     Raises:
-        ConfigurationError: for an optimizer that cannot be stepped unit by unit.
+        ConfigurationError: the optimizer cannot be stepped unit by unit.
     """
 
     def __init__(
@@ -240,7 +239,6 @@ class HostStates:
         states.end()
 
     def _make_room(self) -> None:
-        """Allocate places for the largest unit; none may be in use."""
         nbytes = max((states.nbytes for states in self._units), default=0)
         if self._places and self._places[0].memory.numel() >= nbytes:
             return
@@ -259,7 +257,6 @@ class HostStates:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Move states that other code has made, or loaded, to the host."""
         for states in self._units:
             states.point_back(self._optimizer.state)
         self._make_room()
@@ -274,10 +271,8 @@ class HostStates:
         self.take_over()
 
     def settle(self) -> None:
-        """Hold the host until the states on it may be read and written."""
         for states in self._units:
             states.await_stored()
 
     def free(self) -> None:
-        """Free the places until the next update, after `settle`."""
         self._places = []

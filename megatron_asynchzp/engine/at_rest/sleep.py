@@ -18,8 +18,8 @@ State = MutableMapping[Any, dict[str, Any]]
 class Sleeper:
     """Puts the model chunks of a rank and their optimizer to sleep, and wakes them.
 
-    `states` returns the optimizer's state by parameter. It makes the state if there is none, so
-    that a checkpoint can be saved asleep.
+    `states` returns the optimizer's state by parameter, made if missing, so that a checkpoint can
+    be saved asleep.
     """
 
     def __init__(self, schedulers: Sequence[StepScheduler], states: Callable[[], State]):

@@ -73,8 +73,8 @@ def stream_units(
 ) -> Iterator[WholeUnit]:
     """Yield the whole parameters of all units, in the order in which the last step used them.
 
-    Between two steps. Collective over the sharding groups: every rank has to exhaust it, and call
-    nothing else before. Values are valid until the next unit.
+    Between two steps. Collective over the sharding groups: every rank has to exhaust it before any
+    other call. Values are valid until the next unit.
 
         gather   | u0 | u1 |    | u2 |    | u3 |
         caller        | u0      | u1      | u2      memory for two units
@@ -85,12 +85,12 @@ def stream_units(
         scheduler: of the model chunk.
         receivers: global ranks that get values, None for all. Other ranks yield nothing, and
             receive only bytes that they pass on (see gather_for_steps).
-        dtype: of the values, cast from the main parameters if they are trained; None for the
-            bits that the model computes with.
+        dtype: of the values, cast from the main parameters if they are trained; None for the bits
+            that the model computes with.
         since: a mark; units without changes since then are left out.
 
     Raises:
-        ConfigurationError: if a value was written to, or kept until its memory was reused.
+        ConfigurationError: a value was written to, or kept until its memory was reused.
     """
     scheduler.check_usable()
     if since is not None:
@@ -206,7 +206,6 @@ class _StreamedUnit:
         return WholeUnit(self.unit, params, changed)
 
     def check_unwritten(self) -> None:
-        """Raise ConfigurationError if the caller has written to the values."""
         if self._values.base_of(self._memory)._version != self._version:
             raise ConfigurationError(
                 f"{self.unit.name}: a whole value was written to, which is lost. Change values "
@@ -215,8 +214,6 @@ class _StreamedUnit:
 
 
 class _GatheredTensor:
-    """A flat tensor that is sharded over ranks."""
-
     offset = 0  # of the whole in the memory to gather into, in bytes
 
     def __init__(

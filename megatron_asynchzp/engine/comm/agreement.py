@@ -61,7 +61,6 @@ def process_settings() -> dict[str, str]:
 
 
 def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of an optimizer's parameter group except its parameters."""
     return {key: group[key] for key in group if key not in ("params", "param_names")}
 
 
@@ -119,7 +118,6 @@ def check_same_settings(
 
 
 def _describe(kinds: list[tuple[list[int], Settings]], spelt: Callable[[str], str]) -> str:
-    """Describe the first setting that differs, by ranks, and name further ones."""
     names = list(dict.fromkeys(name for _, settings in kinds for name in settings))
     differing = [name for name in names if len({settings.get(name) for _, settings in kinds}) > 1]
     if not differing:

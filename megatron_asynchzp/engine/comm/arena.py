@@ -47,7 +47,7 @@ class Place:
     def is_viewed(self, patiently: bool = True) -> bool:
         """Return whether a tensor outside the engine views this memory, which is to be reused.
 
-        With `patiently` it waits a moment, in which a backend's thread may drop its handle.
+        `patiently` waits a moment, in which a backend's thread may drop its handle.
         """
         for pause_s in _VIEW_CHECK_PAUSES_S if patiently else ():
             if self._count_owners() <= self._num_owners:
@@ -124,7 +124,6 @@ class Arena(MemoryMap[Any]):
             self.note_last_user(region, event)
 
     def free(self) -> None:
-        """Free the memory until `allocate`; no place may be held."""
         if self.num_held:
             raise RuntimeError(f"the arena cannot be freed while {self.num_held} places are held")
         self._memory, self._places = {}, {}

@@ -36,19 +36,16 @@ must be complete before the next step, and returns the work that is left."""
 
 
 def followed_by(rest: Unfinished | None, action: Callable[[], object]) -> Unfinished:
-    """Append `action` to the rest of a task."""
     work, then, holds = rest or Unfinished()
     return Unfinished(work, action if then is None else lambda: (then(), action()), holds)
 
 
 def holding(rest: Unfinished | None, *memory: torch.Tensor) -> Unfinished:
-    """Add `memory` to the memory that the rest of a task holds."""
     work, then, holds = rest or Unfinished()
     return Unfinished(work, then, (*holds, *memory))
 
 
 def completed(steps: Steps) -> Steps:
-    """Run `steps` and finish their rest."""
     yield from finished((yield from steps))
 
 
@@ -77,8 +74,8 @@ def ranks_along(axes: Sequence[AxisGroup]) -> tuple[int, ...]:
 def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
     """Gather `shard` over `axes` into `full`, the outermost axis first.
 
-    So the slowest link carries the fewest bytes, and every intermediate result is a contiguous
-    part of `full`, which needs no further memory.
+    Then the slowest link carries the fewest bytes, and every intermediate result is a contiguous
+    part of `full`, without further memory.
 
     Args:
         shard: 1-D, n elements; may lie at its place in `full`.
@@ -103,8 +100,8 @@ def reduce_scatter_steps(
 ) -> Steps:
     """Sum `full` (1-D) over `axes` into this rank's shard, the innermost axis first.
 
-    So the slowest link carries the fewest bytes. `shards` has a 1-D tensor for each axis, smaller
-    by the size of the axis than the one before; the last becomes this rank's shard of the sum.
+    Then the slowest link carries the fewest bytes. `shards` has a 1-D tensor for each axis, each
+    smaller by the size of its axis; the last becomes this rank's shard of the sum.
     """
     last = None
     for axis_group, shard in zip(axes, shards, strict=True):
@@ -141,9 +138,9 @@ def gather_for_steps(
 ) -> Steps:
     """Gather `shard` like all_gather_steps, but only for `receivers`, ranks of the sharding group.
 
-    Along each axis a rank receives only what it, or receivers with its coordinates along the outer
-    axes, need; the latter into temporary memory. `full` is None on other ranks, and must not
-    contain `shard`; `axes` begin with the group's innermost axis.
+    Along each axis a rank receives what it needs and, into temporary memory, what it passes on
+    along the inner axes. `full` is None on ranks that are no receivers, and must not contain
+    `shard`; `axes` begin with the group's innermost axis.
     """
     last, part, numel = None, shard, shard.numel()
     for depth in reversed(range(len(axes))):
@@ -169,7 +166,6 @@ def gather_for_steps(
 
 
 def _own_part(full: torch.Tensor, inner: Sequence[AxisGroup]) -> torch.Tensor:
-    """Return the part of `full` at this rank's coordinates along the `inner` axes."""
     for line in inner:
         length = full.numel() // line.axis.size
         full = full[line.axis.coordinate * length :][:length]
@@ -198,7 +194,7 @@ def new_shards(
 ) -> list[torch.Tensor]:
     """Allocate the `shards` (fp32) of reduce_scatter_steps.
 
-    If `wire` is not fp32, a copy of `full` in it comes first, for rounded_reduce_scatter_steps.
+    If `wire` is not fp32, they begin with a copy of `full` in it, for rounded_reduce_scatter_steps.
     """
     is_rounded = wire != torch.float32 and axes
     shards = [full.new_empty(full.numel(), dtype=wire)] if is_rounded else []
@@ -233,7 +229,6 @@ def run_steps(steps: Steps) -> None:
 def all_reduce_steps(
     shard: torch.Tensor, axes: Sequence[AxisGroup], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Steps:
-    """Reduce `shard` in place over `axes`."""
     last = None
     for axis_group in axes:
         yield from finished(last)
@@ -273,8 +268,8 @@ def rounded_all_reduce_steps(
 ) -> Steps:
     """Sum `shard` (1-D, fp32 or `wire`) in place over `axes`, sent in `wire`.
 
-    Every contribution is rounded before the sum in fp32, and the sum is rounded before it is sent;
-    so all ranks get the same bits.
+    Every contribution is rounded before the sum in fp32, and the sum before it is sent, so all
+    ranks get the same bits.
     """
     last = None
     for axis_group in axes:
@@ -300,8 +295,8 @@ def _sum_pieces(pieces: torch.Tensor, result: torch.Tensor, free: torch.Tensor) 
     """Sum the rows of `pieces`, in their order and in fp32; `free` is overwritten.
 
     An addition per row would be a launch per rank. torch.sum adds in another order, and cumsum in
-    fp64 on a CPU. segment_reduce adds row by row, in one kernel but in the dtype that it reads:
-    of as many columns at a time as fit into `free` in fp32.
+    fp64 on a CPU. segment_reduce adds row by row in one kernel, in the dtype of its input. So as
+    many columns as fit into `free` are cast to fp32 at a time.
     """
     size, room = len(pieces), free[: free.numel() // 2 * 2].view(torch.float32)
     width = room.numel() // size

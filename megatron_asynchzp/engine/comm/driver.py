@@ -13,8 +13,8 @@ schedules run the same generators and differ only in the thread that drives them
 [Note: one total order] Two threads could launch collectives in an order that differs between ranks,
 which can deadlock on NCCL. So on a device with streams only the computing thread launches: its
 program, with Megatron's collectives, is the same on every rank. A CPU has no streams, so each lane
-has a thread, which runs the lane's tasks in the order of submission and waits, as a stream would,
-for their dependencies.
+has a thread, which runs the lane's tasks in the order of submission and waits for their
+dependencies, as a stream would.
 """
 
 import threading
@@ -47,7 +47,7 @@ number of seconds and returns whether the driver was closed."""
 class FailureContext:
     """A context that reports every error as a failure of `task`.
 
-    Every task enters it, and a generator as context would cost three times as much.
+    Every task enters it, and contextlib's would take three times as long.
     """
 
     __slots__ = ("_driver", "_task")
@@ -81,17 +81,16 @@ class Driver:
         self._failing = threading.Lock()
         self._on_failure = on_failure
         self.roll_call: RollCall | None = None  # finds the missing ranks after a failure
-        # Ranks that submit the same tasks: all of them (True, in step), or those across groups.
+        # Comparable ranks -> whether they submit all tasks in step, or only those across groups.
         self.compared: dict[int, bool] = {}
         self._num_seen, self._seen_s = 0, time.monotonic()
-        self._main_was_told = threading.Event()  # of the failure
+        self._main_was_told = threading.Event()  # the main thread has raised the failure
         self.saves = SaveLog()  # for messages
         self._is_closed = threading.Event()
-        # If the device runs ahead, the host waits for no collective.
+        # If the device runs ahead, the host waits for no collective: a thread checks the limit.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step for one of the model chunks that share this driver."""
         if step != self.step:
             self.step = step
             self.num_steps += 1
@@ -143,10 +142,10 @@ class Driver:
         self._report(self.fail_task(task, error))
 
     def fail_with_others(self, why: str = "") -> None:
-        """Fail after another rank has called: this rank would wait for it for ever.
+        """Fail because another rank has called the roll: this rank would wait for it for ever.
 
-        A failure of this rank's own says more, so it may come first. This runs in its own thread. A
-        caller that gives the reason `why` has asked all ranks.
+        Runs in the roll call's thread, and waits a while first, because a failure of this rank's
+        own says more. A caller with a reason `why` has asked all ranks already.
         """
         if self._is_closed.wait(OWN_FAILURE_FIRST_S):
             return
@@ -161,10 +160,7 @@ class Driver:
     # ---- [Note: apart], for the thread of the roll call
 
     def stalled_s(self) -> float:
-        """Return the seconds since the last submit; 0 if all tasks have finished.
-
-        The first call begins to count.
-        """
+        """Return the seconds since the last submit or first call; 0 if all tasks have ended."""
         self.device.bind_thread()
         number, now = self.counts.total(), time.monotonic()
         if number != self._num_seen or self._unfinished_task() is None:
@@ -209,7 +205,6 @@ class Driver:
     # ---- tasks
 
     def await_event(self, event: Any) -> None:
-        """Hold the host until `event`, at most for the time limit of a collective."""
         self.device.synchronize(event, self.limit_s, self.has_failed)
         self.raise_failure()
 
@@ -235,7 +230,6 @@ class Driver:
         self.timeline.note(WAIT, task.name, start)
 
     def run(self, task: Task) -> None:
-        """Issue and complete `task`; on a device, in the current stream."""
         with profiler_range(task.name):
             task.issue()
             task.finish()

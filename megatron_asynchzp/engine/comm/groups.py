@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of one sharding topology, one per axis and kind of operation."""
+"""The process groups of a sharding topology, one per axis and kind of operation."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -25,12 +25,12 @@ _REAL_NBYTES = 1 << 24
 _TORCH_NAMES = "_hash_ranks_to_str"  # names a group whose ranks alone create it
 
 
-# Compared by identity: without communicators the groups of one rank would all be equal.
+# Compared by identity: without communicators all groups of a rank would be equal.
 @dataclass(frozen=True, eq=False)
 class ShardGroups:
     """The axes of a topology with their communicators, innermost axis first.
 
-    Gathers and reductions have separate communicators, because a communicator serialises its
+    Gathers and reductions have separate communicators, since a communicator serialises its
     operations.
     """
 
@@ -51,7 +51,6 @@ class ShardGroups:
 
     @property
     def optim_gather_axes(self) -> tuple[AxisGroup, ...]:
-        """The axes from an optimizer shard to the whole, for gathers."""
         return (*self.unshard, *self.param_sync)
 
     @property
@@ -61,7 +60,6 @@ class ShardGroups:
         return len(self.reduce_axes_within(max(sizes.param, sizes.grad)))
 
     def reduce_axes_within(self, size: int) -> list[AxisGroup]:
-        """Return the all_reduce_axes that lie within a group of `size` ranks."""
         ends = [(line, line.axis.stride * line.axis.size) for line in self.all_reduce_axes]
         return [line for line, end in ends if end <= size]
 
@@ -103,7 +101,7 @@ class ShardGroups:
         cannot deadlock. `new_options` returns torch's `pg_options` of a group.
 
         Raises:
-            ConfigurationError: if this torch names groups in an unknown way.
+            ConfigurationError: this torch names groups in an unknown way.
         """
         global_ranks = dist.get_process_group_ranks(sharding_group)
         number = _created.get(sharding_group, 0)
@@ -135,8 +133,6 @@ class ShardGroups:
         group_of: Callable[[str, tuple[int, ...]], dist.ProcessGroup],
         grad_dtype: torch.dtype = torch.float32,
     ) -> "ShardGroups":
-        """Assemble groups from `group_of("gather" or "reduce", global ranks of an axis)`."""
-
         def along(purpose: str, axes: Sequence[MeshAxis]) -> tuple[AxisGroup, ...]:
             all_ranks = [tuple(global_ranks[member] for member in axis.members) for axis in axes]
             return tuple(
@@ -172,8 +168,8 @@ _created: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 def _splits(group: dist.ProcessGroup) -> bool:
     """Return whether to split the communicator of `group`.
 
-    If the default group is bound to a device, torch's new_group would split the default group's
-    communicator, which is collective over the whole world.
+    If the default group is bound to a device, torch's new_group would split the default group's,
+    which is collective over the whole world.
     """
     default: Any = dist.group.WORLD
     device = default.bound_device_id

@@ -46,8 +46,8 @@ class WeightGrid:
     def scales(self, amax: torch.Tensor) -> torch.Tensor:
         """Return the scale of each block from its largest magnitude `amax` (fp32).
 
-        The scales are those of the layers (recipe_common.cuh, compute_scale_from_amax) for finite
-        blocks that are not all zero. An infinite amax gives 0, and its block becomes 0 / 0.
+        They are the layers' scales (recipe_common.cuh, compute_scale_from_amax) for finite blocks
+        that are not all zero. An infinite amax gives 0, and its block becomes 0 / 0.
         """
         raised = amax.clamp_min(self.epsilon)
         scale = (torch.full_like(raised, _FP8_MAX) / raised).clamp_max(_FP32_MAX)
@@ -61,8 +61,6 @@ class WeightGrid:
 
 @dataclass(frozen=True)
 class _Fp8Part:
-    """The part of an FP8 weight that a rank holds."""
-
     grid: WeightGrid
     shape: tuple[int, ...]  # of the weight; 2-D if blocks have a side
     blocks: slice  # of the weight, among all blocks of the unit
@@ -127,8 +125,8 @@ class Fp8Gather:
     first agree on the largest magnitude of each block, because shards cut blocks. A block with a
     value that is not finite arrives as NaN.
 
-    Messages arrive in the last bytes of `full`, and each byte is read before it is written. So a
-    few MiB, or a row of blocks, and some copies of the plain rest are all the further memory.
+    Messages arrive in the last bytes of `full`, and each byte is read before it is written. So
+    further memory is only a few MiB, or a row of blocks, and some copies of the plain rest.
     """
 
     def __init__(

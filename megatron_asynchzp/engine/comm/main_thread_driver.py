@@ -13,10 +13,10 @@ class MainThreadDriver(Driver):
     On a CPU it is the paper's baseline; on a device the default, with a stream for each lane.
 
     [Note: nothing behind a collective] CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for
-    tensor and context parallelism, puts all streams into one queue. There a wait holds up all later
-    work, also computation. So work after a collective is put off until its results are needed, and
-    a task that reads results on their way is issued with the next task of their lane, after the
-    computation of a unit.
+    tensor and context parallelism, puts all streams into one queue, where a wait holds up all later
+    work. So work after a collective is put off until its results are needed, and a task that reads
+    results on their way is issued with the next task of their lane, after the computation of a
+    unit.
 
         main         B u2 |             B u1 |             B u0 |
         reduce            | u2          |    | u1          |    | u0

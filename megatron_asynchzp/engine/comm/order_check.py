@@ -116,7 +116,6 @@ class OrderCheck:
             raise mismatch
 
     def reduce_max(self, values: torch.Tensor) -> None:
-        """Replace each of `values` by its maximum over all ranks, in place. Collective."""
         self._submit_max(values, self._axes)
 
     def _submit_max(self, values: torch.Tensor, axes: Sequence[AxisGroup]) -> None:
@@ -154,7 +153,6 @@ class OrderCheck:
         return "the ranks issued different collectives"
 
     def _find_difference(self, record: list[str], axes: Sequence[AxisGroup]) -> int | None:
-        """Return the first index at which the records of the ranks along `axes` differ."""
         length = torch.tensor([len(record)], dtype=torch.int64, device=self._device)
         self._submit_max(length, axes)
         hashes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
@@ -192,7 +190,6 @@ class _Entry(NamedTuple):
 
 
 def _describe_setting(ranks_of: Mapping[str, Sequence[int]]) -> str:
-    """Describe a setting that differs, given the ranks of each entry."""
     texts = {entry.removeprefix(_SETTING): name_ranks(ranks) for entry, ranks in ranks_of.items()}
     names = {text.partition(": ")[0] for text in texts}
     if len(names) == 1:
@@ -207,6 +204,5 @@ def _describe_setting(ranks_of: Mapping[str, Sequence[int]]) -> str:
 
 
 def _first_difference(extremes: torch.Tensor) -> int | None:
-    """Return the first index at which the largest and the (negated) smallest differ."""
     differs = (extremes[0] != -extremes[1]).nonzero()
     return int(differs[0]) if len(differs) else None

@@ -18,7 +18,7 @@ class CommReport(NamedTuple):
 
 
 class CommReports:
-    """Makes the reports of one driver."""
+    """Makes the reports of a driver."""
 
     def __init__(self, driver: Driver):
         self._driver = driver

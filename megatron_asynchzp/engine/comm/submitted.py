@@ -15,7 +15,6 @@ _LONG_RECORD = 1000
 
 
 def hash_of(entries: Iterable[str]) -> int:
-    """Return the CRC-32 of entries in order; the same in every process."""
     value = 0
     for entry in entries:
         value = zlib.crc32(entry.encode(), value)
@@ -26,7 +25,7 @@ def crosses_groups(entry: str) -> bool:
     """Return whether all ranks of a sharding group must submit this entry at the same place.
 
     [Note: unequal micro-batches] Gathers and reductions of a micro-batch connect only the ranks of
-    one group of max(P, G) ranks. So these groups may take different numbers of micro-batches in a
+    a group of max(P, G) ranks. So these groups may take different numbers of micro-batches in a
     step. They meet once a step, when each unit's gradient and parameters cross them.
     """
     return not entry.startswith(_OF_MICRO_BATCHES)

@@ -31,21 +31,21 @@ def _no_steps() -> Steps:
 class Task:
     """Collectives that a driver runs once, and their results.
 
-    [Note: memory of a task] A task forgets its closure once its collectives are issued, perhaps
-    before a device begins them. The caching allocator then returns unowned memory to the stream
-    that allocated it. So `start` uses memory that its generator allocates, on the stream of the
-    lane, or memory that other code owns until `wait`.
+    [Note: memory of a task] A task drops its closure once its collectives are issued, perhaps
+    before the device runs them. Then the caching allocator may reuse the closure's memory on the
+    stream that allocated it. So `start` uses only memory that its generator allocates on the lane's
+    stream, or that other code owns until `wait`.
     """
 
     # Set by the driver:
     driver: TaskDriver
     step = 0
     number = 0  # among the tasks of its lane, from 1
-    is_usable = False  # whether the results exist or, on a stream, are on their way
+    is_usable = False  # the results exist or, on a device, are issued
     signal: threading.Event | None = None  # set together with is_usable, for other threads
-    event: Any = None  # recorded after the results, if the task ends with more than a collective
+    event: Any = None  # recorded after the results, unless `_end` stands for them
     _steps: Steps | None = None
-    _work: Any = None  # must be complete before the next step of the generator
+    _work: Any = None  # to be completed before the generator's next step
     _last: Unfinished | None = None
     _end: Any = None  # the handle of the last collective, until `order_stream` waits for it
     _start_mark: Any = None
@@ -79,7 +79,6 @@ class Task:
     # ---- for the driver, in the thread that runs the task
 
     def issue(self) -> None:
-        """Issue the first collective, after its dependencies."""
         device = self.driver.device
         for event in self.ready:
             device.wait_event(event)
@@ -90,7 +89,6 @@ class Task:
         self._step()
 
     def _step(self) -> None:
-        """Run the generator to the next handle it waits for, or to its end."""
         assert self._steps is not None  # it was issued
         try:
             self._work = next(self._steps)
@@ -103,7 +101,7 @@ class Task:
         return self._last is not None and self._last.work is not None
 
     def issue_rest(self) -> None:
-        """Issue all collectives; work that needs the last one is put off."""
+        """Issue all collectives; `finish` does the work after the last."""
         while self._last is None:
             self._complete(self._work)
             self._step()
@@ -111,8 +109,8 @@ class Task:
     def finish(self, keeps_handle: bool = False) -> None:
         """Issue and complete everything.
 
-        With `keeps_handle` a reader waits for the last collective itself, if nothing follows it: an
-        event of the lane would come after the lane's later tasks.
+        With `keeps_handle`, if no work follows the last collective, readers wait for its handle: an
+        event would be recorded only after the lane's later tasks.
         """
         self.issue_rest()
         work, then, holds = self._last or Unfinished()
@@ -143,7 +141,7 @@ class Task:
 
     def has_ended(self) -> bool:
         """Return whether all work issued on a device has ended. For any thread."""
-        # In the order in which the computing thread replaces `_last` by `_end` and `event`.
+        # Reads in the order in which the computing thread replaces `_last` by `_end` and `event`.
         work = self._last.work if self._last is not None else None
         if (work := work or self._end) is not None:
             return work.is_completed()
@@ -165,10 +163,7 @@ class Task:
         self.driver.complete(self)
 
     def wait(self) -> None:
-        """Let the current stream read the results; the waiting time counts as exposed.
-
-        For the computing thread.
-        """
+        """Let the computing thread's stream read the results; the wait counts as exposed."""
         device, timeline = self.driver.device, self.driver.timeline
         if self.is_usable and not device.runs_ahead:
             self.await_usable()

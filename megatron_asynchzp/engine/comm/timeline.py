@@ -43,7 +43,6 @@ _NOT_RECORDED = nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Name a range in a trace of torch.profiler, if it records this thread."""
     # Without a profiler this takes a fifteenth of the time of record_function, for each task.
     is_recorded = torch.autograd._profiler_enabled()  # pyright: ignore
     return torch.profiler.record_function(f"asynchzp: {name}") if is_recorded else _NOT_RECORDED
@@ -72,11 +71,9 @@ class Timeline:
     """Records spans. Any thread may call `add` (list.append is atomic), the main thread the rest.
 
     Only training steps are timed: all on a CPU, one in `every` on a device that runs ahead, where a
-    mark is an event in a stream.
-
-    On a device a step is timed from the end of the last step's computation, after which the updated
-    parameters are sent. A host that waits for the device there, or a collective that waits for its
-    turn, would hide them from every later wait.
+    mark is an event in a stream. A device's step is timed from the end of the last step's
+    computation, after which the updated parameters are sent: a host that waits there for the
+    device, or a collective that waits for its turn, would hide them from every later wait.
     """
 
     def __init__(self, device: Device, every: int = 1):
@@ -152,7 +149,6 @@ class Timeline:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether every span is kept, also of computation."""
         return self._captured is not None
 
     def start_capture(self) -> None:
@@ -189,7 +185,6 @@ class Timeline:
 
 
 def union_s(spans: Iterable[Span]) -> float:
-    """Return the seconds that at least one of `spans` (in seconds) covers."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted((span.start, span.end) for span in spans):
         covered += max(0.0, end - max(start, reached))
@@ -241,7 +236,6 @@ def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict
 
 @contextmanager
 def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[None]:
-    """Write a trace of the block to `path`, also after an error."""
     timeline.start_capture()
     try:
         yield

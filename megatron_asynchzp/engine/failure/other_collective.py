@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names collectives that Megatron or a script called, not the engine.
 
-It reads stack frames: a background thread must name the collective in which the main thread is
-stuck, and torch keeps no record of that for every backend.
+It reads stack frames: a background thread must name the collective that holds the main thread, and
+torch keeps no record of that for every backend.
 """
 
 import sys
@@ -31,7 +31,6 @@ def collective_of(error: BaseException) -> str | None:
 
 
 def collective_of_main_thread() -> str | None:
-    """Return the collective in which the main thread is now, like `collective_of`."""
     return _named(reversed(_frames_of_main_thread()))
 
 

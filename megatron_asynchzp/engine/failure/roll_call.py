@@ -8,7 +8,7 @@
     rank 2   (stopped)
     rank 3   (its node is cut off)
 
-While nothing fails a rank looks for a call once a second, like torch's monitor of NCCL, and less
+Without a failure a rank looks for a call once a second, like torch's monitor of NCCL, and less
 often in a large world, to spare the store. A rank whose tasks stand still also looks whether others
 run another program, [Note: apart].
 """
@@ -56,8 +56,8 @@ _calls = itertools.count()
 class RollCall:
     """One rank's part of a roll call; all ranks create theirs in the same order.
 
-    No rank may call or close before rank 0 has created its own, which clears the store. Then
-    only the thread of this object uses the store, which may hold a caller for minutes.
+    No rank may call or close before rank 0 has created its own, which clears the store. Then only
+    the thread of this object uses the store, which may hold a caller for minutes.
     """
 
     def __init__(
@@ -154,7 +154,6 @@ class RollCall:
 
     @property
     def has_been_called(self) -> bool:
-        """Whether this rank has called, or has seen another rank's call."""
         return self._has_called.is_set() or self._has_answered
 
     def await_readers(self) -> None:
@@ -209,7 +208,6 @@ class RollCall:
         threading.Thread(target=call, args=args, name=_THREAD, daemon=True).start()
 
     def _look_at_others(self) -> None:
-        """Look for ranks with another program, [Note: apart], at growing intervals."""
         if self._driver is None:
             return
         stalled_s = self._driver.stalled_s()
@@ -294,9 +292,9 @@ class RollCall:
     def _await_result(self) -> RollCallResult | None:
         """Return the result of the roll call.
 
-        The first rank to ask awaits and reads all answers, the second does so if the first has
-        ended. The others read the result: the store cannot send all answers to every rank of a
-        large world. Ranks that ask later read a later result.
+        The first rank to ask awaits and reads all answers; the second does so if the first has
+        ended. The others read the result, because the store cannot send all answers to every rank
+        of a large world. Ranks that ask later read a later result.
         """
         key = f"{_RESULT}{self._store.add(_NUM_RESULTS, 0)}"
         turn = self._store.add(f"{key}/readers", 1)
@@ -340,7 +338,6 @@ def _parts_within_s() -> float:
 
 
 def _address(store: Any) -> str | None:
-    """Return host and port of a TCP store; None for another kind."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None

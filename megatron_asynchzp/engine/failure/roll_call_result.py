@@ -77,7 +77,6 @@ class RollCallResult:
 
 
 def _ranges(ranks: Sequence[int], most: int = _MOST_RANGES) -> str:
-    """Write ascending ranks as "0-5,7", at most `most` ranges."""
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs_of(ranks)[:most])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class SaveLog:
-    """The unfinished saves of one rank. Only the main thread changes them."""
+    """A rank's unfinished saves. Only the main thread changes them."""
 
     def __init__(self) -> None:
         self.pending: list[Path | str] = []  # folders, the oldest save first

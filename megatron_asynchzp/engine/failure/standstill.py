@@ -6,11 +6,11 @@
 noted at any time, agree in all common entries, and a slow rank has the shorter record. Ranks run
 different programs if
 
-- their records differ in one entry, or
+- their records differ in an entry, or
 - the rank with the shorter record has closed, or
 - it waits in a collective of torch.distributed that the other rank, further on, has not called.
 
-No time limit is involved, so a slow peer is never taken for one with another program.
+No time limit is involved, so a slow peer is never mistaken for one with another program.
 """
 
 import json

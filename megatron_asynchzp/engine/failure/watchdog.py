@@ -18,8 +18,8 @@ _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
 class Watchdog[Item]:
     """A thread that checks from time to time whether the oldest item of each lane has ended.
 
-    Items of a lane end in order, so a binary search with few queries finds the first that has not
-    ended. The thread starts with the first item.
+    Items of a lane end in order, so a binary search finds the first that has not ended. The thread
+    starts with the first item.
     """
 
     def __init__(

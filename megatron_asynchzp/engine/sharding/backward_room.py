@@ -18,7 +18,6 @@ class OuterTraffic(NamedTuple):
     def of(
         cls, numel: int, param_itemsize: int, grad_itemsize: int, sizes: ShardSizes, ranks: int
     ) -> "OuterTraffic":
-        """Count the bytes of a unit of `numel` padded elements."""
         param, optim = numel / sizes.param, numel / sizes.optim
         replicas = ranks / sizes.optim
         grads = param - optim + 2 * optim * (1 - 1 / replicas)
@@ -57,10 +56,9 @@ class BackwardRoom:
 
 def preview_nbytes(
     numel: float,  # of the optimizer shard
-    moments_nbytes: float,  # of one element
+    moments_nbytes: float,  # per element
     is_scaled: bool = False,  # by a loss scale, as in fp16
     shard_numel: float = 0,  # of the parameter shard, if it holds the main parameters (fp32)
 ) -> float:
-    """Return the bytes of the copies in which an early update is computed."""
     copies_nbytes = (FP32_NBYTES * is_scaled + moments_nbytes) * numel
     return copies_nbytes + FP32_NBYTES * max(numel, shard_numel)

@@ -46,7 +46,6 @@ class FlatBuffer:
         return common.within(piece), self.view(common)
 
     def param_views(self) -> list[torch.Tensor]:
-        """Return each parameter in its own shape; the buffer must hold the whole layout."""
         if self.range != Range(0, self.layout.padded_numel):
             raise ValueError("parameter views need the whole flat buffer, this is a shard")
         return [self.view(s.range).view(s.shape) for s in self.layout.slices]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what a step gathers, keeps, drops and waits for next, and where in memory.
 
-The engine executes the decisions, the planner lists them: both derive from these classes, which
+The engine executes the decisions and the planner lists them: both subclass these classes, which
 know no tensors, streams or tasks.
 
 [Note: decisions] Decisions follow from the order of calls alone, never from timing, so all ranks of
@@ -46,7 +46,7 @@ class Stage(enum.Enum):
     IN_USE = "in use"
     """From `unshard` until `reshard`: a module computes with it."""
     KEPT = "kept"
-    """After `reshard`, because it is used again soon or memory is left until its next use."""
+    """After `reshard`: its next use is near, or memory suffices until then."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         units, in_flight = list(needs), list(needs.values())
         from_top = placed_from_top([need.params for need in in_flight])
         self._from_top = dict(zip(units, from_top, strict=True))
-        self.seats = self._reserve_seats()  # only of units that have a seat
+        self.seats = self._reserve_seats()  # fixed places of some units, for CUDA graphs
         self._needed_with = {
             units[index]: [units[neighbour] for neighbour in neighbours]
             for index, neighbours in units_gathered_together(in_flight).items()
@@ -101,7 +101,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
 
     @abstractmethod
     def start_unshard(self, unit: Unit, extent: Extent) -> Handle:
-        """Start to gather `unit` into `extent`. The other actions receive the returned handle."""
+        """Start to gather `unit` into `extent`; the result is the other actions' `handle`."""
 
     @abstractmethod
     def wait_for_unshard(self, unit: Unit, handle: Handle) -> None:
@@ -121,7 +121,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
 
     @abstractmethod
     def start_early_send(self, unit: Unit) -> None:
-        """Start to send the result of the coming update of `unit` to its parameter shards."""
+        """Start to send the coming update of `unit` to its parameter shards."""
 
     def note_growth(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
         """Report that memory grows because none was free for `unit`."""
@@ -145,7 +145,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         return gathered
 
     def _all_in(self, *stages: Stage) -> list[Unit]:
-        """Return the units in one of `stages`, in the order in which they entered it."""
         return [unit for unit, gathered in self._gathered.items() if gathered.stage in stages]
 
     # ---- use
@@ -154,7 +153,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         """Gather `unit` and wait for it.
 
         Returns:
-            The unit that was expected, at a step's first departure from the step before it.
+            At the first use that differs from the previous step: the unit that was used there.
         """
         if (stage := self._stage_of(unit)) is Stage.IN_USE:
             return None
@@ -191,7 +190,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self._drop_spare(unit)
 
     def skip(self, unit: Unit) -> None:
-        """Record that `unit` was used next, although it does not run."""
         self._training_uses.visit(unit)
         if self._residency is not None:
             self._residency.visit(unit)
@@ -207,10 +205,10 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
     def rebuild(self, units: Iterable[Unit]) -> None:
         """Rebuild the shards of `units` after the update, in the order of their use.
 
-        [Note: shards ahead] Only the next shards are rebuilt: of each size as many as are gathered
-        ahead, one in progress, and one for whose computation it has time. If all were submitted at
-        once, a host that synchronises, or the next collective if launches have one order, would
-        wait for all of them.
+        [Note: shards ahead] At most `depth` + 2 shards of each size are rebuilt before their use:
+        one for each gather ahead, one in progress, and one that overlaps with computation. If all
+        were submitted at once, a host that synchronises would wait for all of them, and so would
+        the next collective if launches have one order.
         """
         self._to_rebuild = dict.fromkeys(units)
         self._rebuilt_ahead.clear()
@@ -224,7 +222,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self.start_early_send(unit)
 
     def restore_shard(self, unit: Unit) -> None:
-        """Cancel all early sends if `unit` was sent: its old shard is needed."""
+        """Cancel all early sends if `unit` was sent early, because its old shard is needed."""
         if unit in self._early_units.units:
             if self.is_training:
                 self.stop_early_sends()
@@ -245,14 +243,12 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
             self.rebuild_now(unit)
 
     def rebuild_now(self, unit: Unit) -> None:
-        """Start to rebuild the shard of `unit`, if it is still to be rebuilt."""
         if unit in self._to_rebuild:
             del self._to_rebuild[unit]
             self._rebuilt_ahead[unit] = None
             self.start_param_sync(unit)
 
     def note_shard_used(self, unit: Unit) -> None:
-        """Record the use of the shard of `unit` and rebuild the next shards."""
         self._rebuilt_ahead.pop(unit, None)
         self._rebuild_ahead()
 
@@ -278,7 +274,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         return False
 
     def _upcoming(self) -> Sequence[Unit]:
-        # Memory in flight holds a part of the model, so no gather looks further ahead.
+        # Memory in flight holds only a part of the model, so this is far enough.
         return self._uses.upcoming(len(self._needs))
 
     # ---- gathers
@@ -305,7 +301,6 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
                 return
 
     def _try_gather_ahead(self, unit: Unit) -> bool:
-        """Gather `unit` if the depth and the memory allow it; return whether they do."""
         sizes_ahead = [self._sizes[ahead] for ahead in self._all_in(Stage.AHEAD)]
         if sizes_ahead.count(self._sizes[unit]) >= self._depth:
             return False
@@ -317,7 +312,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
     # ---- memory
 
     def _free_extent(self, unit: Unit, leaves_room: bool = True) -> Extent | None:
-        """Hold free memory; return None without it. leaves_room: [Note: room for the layer]."""
+        """Hold free memory, or return None. leaves_room: see [Note: room for the layer]."""
         if (seat := self.seats.get(unit)) is not None:
             return seat if self._holder_of(seat) is None else None
         if leaves_room and not self._leaves_room(unit):
@@ -331,8 +326,8 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
     def _leaves_room(self, unit: Unit) -> bool:
         """[Note: room for the layer] Several units of a layer are in use at the same time.
 
-        A unit placed between others ahead of its use may stay in the middle of the memory, with too
-        little room on either side for the rest of its layer.
+        A unit that is gathered ahead may land in the middle of free memory, with too little room on
+        either side for the rest of its layer.
         """
         neighbours = self._needed_with.get(unit, ())
         if not (missing := [unit for unit in neighbours if unit not in self._gathered]):
@@ -368,7 +363,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
         return seat
 
     def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User, Handle], Unit]]":
-        """List the units, with their chunks, that may lose their memory; the last goes first."""
+        """List units, with their chunks, that may lose their memory; the last goes first."""
         rest = [chunk for chunk in self._chunks if chunk is not self]
         all_kept = [(chunk, unit) for chunk in (*rest, self) for unit in chunk._all_in(Stage.KEPT)]
         return [
@@ -403,10 +398,10 @@ class _UnderWay[Reduction](NamedTuple):
 
 
 class GradsInFlight[Unit: Hashable, Reduction](ABC):
-    """Decides where gradients lie while they are reduced, and which gradients wait unreduced."""
+    """Decides where gradients are reduced, and which wait for a later micro-batch."""
 
     def __init__(self, memory: MemoryMap[object], residency: Residency[Unit] | None = None):
-        # residency: which units add up several micro-batches before they reduce
+        # residency: decides which units sum several micro-batches before a reduction
         self._memory, self._residency = memory, residency
         self._under_way: deque[_UnderWay[Reduction]] = deque()
 
@@ -424,7 +419,8 @@ class GradsInFlight[Unit: Hashable, Reduction](ABC):
     def hold_extent(self, nbytes: int, num_pieces: int) -> Extent:
         """Hold memory for the first piece of a unit's gradients.
 
-        A unit of several pieces keeps its gradients to the last one; it waits for other such units.
+        A unit of several pieces keeps its gradients until its last piece, so two such units are
+        never reduced at the same time.
         """
         while num_pieces > 1 and any(piece.has_more for piece in self._under_way):
             self.await_oldest()

@@ -19,7 +19,6 @@ class EarlyUnits[Unit: Hashable]:
         self.is_allowed = True
 
     def pop_all(self) -> list[Unit]:
-        """Return the units, none of which counts as sent early from now on."""
         units = list(self.units)
         self.units.clear()
         return units

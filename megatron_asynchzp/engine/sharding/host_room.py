@@ -14,7 +14,6 @@ _ALIGNMENT = 512  # bytes
 
 
 def num_on_host(numels: Sequence[int], fraction: float) -> int:
-    """Return how many of the first units hold at least `fraction` of all elements."""
     least = fraction * sum(numels)
     sums = accumulate(numels, initial=0)
     return next(num for num, numel in enumerate(sums) if numel >= least or num == len(numels))

@@ -62,7 +62,6 @@ class UnitInFlight:
         slot_nbytes: int,
         wire_nbytes: int = FP32_NBYTES,  # of a gradient's element
     ) -> "UnitInFlight":
-        """Describe a unit whose gradients are reduced in pieces of `slot_nbytes` in fp32."""
         is_gathered, num_shards = topology.sizes.param > 1, topology.sizes.grad
         length = piece_length(padded_numel, num_shards, slot_nbytes)
         piece = reduction_nbytes(
@@ -92,7 +91,6 @@ class MemoryInFlight:
 
 
 def _layers_of(units: Sequence[UnitInFlight]) -> tuple[UnitInFlight, list[UnitInFlight]]:
-    """Merge the units needed around all layers, and those of each layer."""
     layers: dict[str, list[UnitInFlight]] = {}
     for unit in units:
         layers.setdefault(unit.layer, []).append(unit)
@@ -152,7 +150,7 @@ def memory_in_flight(
         budget: the most bytes, parameters first, because the computation waits for them.
 
     Raises:
-        ConfigurationError: if the budget is below the need of one layer.
+        ConfigurationError: the budget is too small for a layer.
     """
     seated = seats_nbytes(
         assign_seats([(unit.layer, unit.params) for unit in units if unit.is_seated], num_ahead)
@@ -201,15 +199,14 @@ def units_gathered_together(units: Sequence[UnitInFlight]) -> dict[int, list[int
 def placed_from_top(nbytes: Sequence[int]) -> list[bool]:
     """Return for each unit, given its bytes of parameters, whether it is placed from the top.
 
-    The largest units lie at one end, the next size at the other, and so on. Units of one size then
-    use the same places again, and free memory stays in one piece.
+    The largest units lie at one end, the next size at the other, and so on. Units of equal size
+    then use the same places again, and free memory stays in one piece.
     """
     sizes = sorted(set(nbytes), reverse=True)
     return [sizes.index(size) % 2 == 1 for size in nbytes]
 
 
 def aligned(nbytes: int) -> int:
-    """Round `nbytes` down to whole aligned places."""
     return nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 

@@ -9,19 +9,18 @@ from math import prod
 from megatron_asynchzp.engine.sharding.topology import Range
 
 PARAM_ALIGNMENT_NUMEL = 64
-"""Alignment of every parameter and shard, in elements (128 bytes in bf16), as GEMMs, vectorised
-optimizers and NCCL want it."""
+"""Elements to which every parameter and shard is aligned (128 bytes in bf16), for GEMMs, vectorised
+optimizers and NCCL."""
 FP32_NBYTES = 4
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """Name, shape and flat range of one parameter."""
+    """Name, shape and flat range of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +29,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The parameters of one unit, in order, in a flat buffer that divides over `num_shards` ranks.
+    """The parameters of a unit, in order, in a flat buffer that divides over `num_shards` ranks.
 
         | weight | pad | bias | pad | ... | padding to num_shards x alignment |
 

@@ -10,13 +10,13 @@ Extent = tuple[int, int]
 
 
 class MemoryMap[User]:
-    """Parts of one memory that are held in turn; `User` stands for a use, such as an event.
+    """Parts of a memory that are held in turn; `User` stands for a use, such as an event.
 
         | root | layer 3 |       free       | layer 2 |
 
     `hold` returns the first free part that is large enough, seen from one end. Users of different
     sizes start at opposite ends, so free memory stays in one piece. The result depends on the order
-    of calls alone, which is the same on every rank, and never on timing.
+    of calls alone.
     """
 
     def __init__(self, nbytes: int = 0):
@@ -32,7 +32,6 @@ class MemoryMap[User]:
         return len(self._held)
 
     def grow(self, nbytes: int) -> Extent:
-        """Add `nbytes` for good and return their extent."""
         region = (self.nbytes, self.nbytes + nbytes)
         self._regions.append(region)
         self.nbytes = region[1]
@@ -126,6 +125,5 @@ def overlap(left: Extent, right: Extent) -> bool:
 
 
 def _without(extent: Extent, hole: Extent) -> list[Extent]:
-    """Return the non-empty parts of `extent` outside `hole`, which overlaps it."""
     rest = (extent[0], hole[0]), (hole[1], extent[1])
     return [part for part in rest if part[0] < part[1]]

@@ -16,7 +16,7 @@ from megatron_asynchzp.engine.sharding.topology import Range
 
 @dataclass(frozen=True)
 class ParamCopy:
-    """The part of one parameter's gradient in a piece."""
+    """The part of a parameter's gradient in a piece."""
 
     index: int  # of the parameter in the unit
     source: Range | None  # elements of the flattened parameter, None for all of them
@@ -51,7 +51,6 @@ def piece_length(padded_numel: int, num_shards: int, slot_nbytes: int) -> int:
 
 
 def grad_pieces(layout: FlatLayout, num_shards: int, slot_nbytes: int) -> list[GradPiece]:
-    """Cut the gradients of `layout`, which are reduced over `num_shards` ranks, into pieces."""
     shard = layout.padded_numel // num_shards
     length = piece_length(layout.padded_numel, num_shards, slot_nbytes)
     parts = [Range(start, min(start + length, shard)) for start in range(0, shard, length)]
@@ -77,7 +76,6 @@ def _piece(layout: FlatLayout, num_shards: int, part: Range) -> GradPiece:
 
 
 def _gaps(taken: Sequence[Range], numel: int) -> tuple[Range, ...]:
-    """Return the non-empty ranges of `numel` elements outside the sorted ranges `taken`."""
     edges = [0, *(edge for range_ in taken for edge in range_), numel]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return tuple(Range(start, stop) for start, stop in pairs if stop > start)

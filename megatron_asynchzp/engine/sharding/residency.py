@@ -56,9 +56,9 @@ def kept_gaps[User](
 class Residency[User]:
     """Decides from the last step which users the next step keeps.
 
-    The chunks of a rank share one object, as they share its memory. Decisions follow from the order
-    of uses, which is the same on every rank. After its first departure from the step before it, a
-    step keeps nothing more. With a budget of 0 nothing is kept until `enlarge`.
+    The chunks of a rank share one object, as they share its memory. After its first difference from
+    the previous step, a step keeps nothing more. With a budget of 0 nothing is kept until
+    `enlarge`.
     """
 
     def __init__(self, budget: int, nbytes_of: Callable[[User], int], counts_own: bool = False):
@@ -107,7 +107,6 @@ class Residency[User]:
         self._uses.visit(user)
 
     def keeps(self, user: User) -> bool:
-        """Return whether `user`, whose turn is over, is kept until its next turn."""
         return self._uses.is_followed and self._last.get(user) in self._gaps
 
 
@@ -117,7 +116,6 @@ def most_kept_nbytes[User](
     gaps: Collection[int],
     counts_own: bool = False,
 ) -> int:
-    """Return the most bytes in `gaps`, as kept_gaps returns them, during any turn."""
     most = nbytes = 0
     kept: set[User] = set()
     for position, user in enumerate(uses):

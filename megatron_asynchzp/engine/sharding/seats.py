@@ -18,7 +18,7 @@ from megatron_asynchzp.engine.sharding.memory_map import Extent
 def assign_seats(units: Sequence[tuple[str, int]], num_ahead: int) -> list[Extent]:
     """Return the seat of each unit (layer, bytes), in the order of use, counted from 0.
 
-    Units of one layer are needed at the same time, and `num_ahead` layers of each size ahead.
+    A layer's units are needed at the same time, and `num_ahead` layers of each size ahead.
     """
     in_layer, in_class = Counter[tuple[str, int]](), Counter[tuple[int, int]]()
     starts: dict[tuple[int, int, int], int] = {}

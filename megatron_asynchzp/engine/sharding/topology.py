@@ -39,18 +39,18 @@ number of bytes."""
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """How many ranks share one copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1)."""
+    """How many ranks share a copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1)."""
 
     param: int  # ranks per copy of the model parameters (Z3)
     grad: int  # ranks per copy of the gradients (Z2)
     optim: int  # ranks per copy of the optimizer state and main parameters (Z1)
     cuts: tuple[int, ...] = ()
-    """More ends of mesh axes, in ranks, each a multiple of the one before. A collective along an
-    axis takes as many hops as the axis has ranks, so two short axes take fewer hops than their
-    product. `with_short_axes` chooses them."""
+    """Further ends of mesh axes, in ranks, each a multiple of the previous one. A collective along
+    an axis takes a hop per rank, so two short axes take fewer hops than one long axis.
+    `with_short_axes` chooses them."""
 
     def boundaries(self, world_size: int) -> list[int]:
-        """Return the strides at which axes of a mesh begin and end."""
+        """Return the ends of all mesh axes, in ranks, from 1 to `world_size`."""
         return sorted({1, self.param, self.grad, self.optim, world_size, *self.cuts})
 
     def check(self, world_size: int) -> None:
@@ -103,14 +103,14 @@ class ShardSizes:
                 )
 
     def restricted_to(self, world_size: int) -> "ShardSizes":
-        """Return the sizes for a smaller group (experts): gcd with its size keeps them nested."""
+        """Return the sizes for a smaller group (experts): gcds with its size, which nest."""
         sizes = (gcd(size, world_size) for size in (self.param, self.grad, self.optim))
         return ShardSizes(*sizes, cuts=tuple(sorted({gcd(cut, world_size) for cut in self.cuts})))
 
     def with_short_axes(self, in_node: int) -> "ShardSizes":
         """Cut every axis of more than LONGEST_AXIS ranks, except that of the replicas.
 
-        A node of `in_node` consecutive ranks becomes an axis if it is a part of a cut axis.
+        If whole nodes of `in_node` consecutive ranks fit into a cut axis, a node becomes an axis.
         """
         cuts = set(self.cuts)
         ends = self.boundaries(self.optim)
@@ -128,7 +128,7 @@ class ShardSizes:
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of the mesh of a sharding group, seen from one rank."""
+    """An axis of a sharding group's mesh, seen from a rank."""
 
     size: int  # ranks along the axis
     stride: int  # distance of neighbours in group rank
@@ -138,7 +138,7 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class ShardTopology:
-    """The mesh of one sharding group (law 1) and the place of one rank in it.
+    """The mesh of a sharding group (law 1) and the place of a rank in it.
 
     The sorted sizes and cuts are the ends of the axes, innermost (the fastest link) first. A state
     of shard size Z is sharded over the inner axes whose product is Z, so ranges nest:
@@ -172,14 +172,13 @@ class ShardTopology:
         return MeshAxis(size, inner, coordinate, range(first, first + size * inner, inner))
 
     def lines(self, axis: MeshAxis) -> Iterator[range]:
-        """Yield the group ranks of each line along `axis`, in a fixed order."""
         span = axis.stride * axis.size
         for start in range(0, self.world_size, span):
             for first in range(start, start + axis.stride):
                 yield range(first, start + span, axis.stride)
 
     def axes_between(self, inner: int, outer: int) -> tuple[MeshAxis, ...]:
-        """Return the axes, innermost first, that take a shard of size `inner` to size `outer`."""
+        """Return the axes between shards of size `inner` and `outer`, innermost first."""
         return tuple(a for a in self.axes if inner <= a.stride and a.stride * a.size <= outer)
 
     @property
@@ -209,11 +208,10 @@ class ShardTopology:
 
     @property
     def replica_index(self) -> int:
-        """Which copy of the optimizer state this rank has; copy 0 counts in norms."""
+        """The number of this rank's copy of the optimizer state; copy 0 counts in norms."""
         return self.rank // self.sizes.optim
 
     def shard_range(self, shard_size: int, numel: int) -> Range:
-        """Return this rank's elements of `numel` elements sharded over `shard_size` ranks."""
         if numel % shard_size:
             raise ValueError(f"{numel} elements do not divide over {shard_size} ranks")
         start, length = 0, numel
@@ -226,9 +224,9 @@ class ShardTopology:
 
 
 def _even_factors(size: int) -> list[int]:
-    """Return the fewest and most even factors, descending.
+    """Split `size` into the fewest, most equal factors, descending.
 
-    Each is at most LONGEST_AXIS, or the largest prime factor.
+    None exceeds LONGEST_AXIS, unless a prime factor does.
     """
     primes, rest, divisor = list[int](), size, 2
     while rest > 1:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class Uses[User]:
-    """The sequence of uses of one step, forward and backward of all micro-batches.
+    """The sequence of a step's uses, forward and backward of all micro-batches.
 
-    The next step is expected to repeat it. Once that departs (a skipped module, an early exit), the
-    record says nothing more until a new step begins.
+    The next step is expected to repeat it. After a difference (a skipped module, an early exit) the
+    record predicts nothing until a new step begins.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ def value_hash(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
     """Return the hash (0-dim, int64, on `device`) of the bits of strided `tensors`, in order.
 
     Each tensor is hashed on its own device. The hash is the sum, modulo 2^64, of each element's
-    bits times an odd pseudo-random number. It changes with any one element and, up to chance, with
-    several: swapped rows, and changes that cancel in a plain sum.
+    bits times an odd pseudo-random number. It changes with any single element and, up to chance,
+    with several: swapped rows, and changes that cancel in a plain sum.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     place, odd = 0, torch.empty(0)
@@ -42,13 +42,11 @@ def value_hash(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as 1-D integers of at most 4 bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return flat.view(_BITS[flat.element_size()])
 
 
 def _odd_numbers(num: int, device: torch.device) -> torch.Tensor:
-    """Return the odd numbers of a block, int64: SplitMix64 of each place."""
     numbers = torch.arange(1, min(num, _AT_ONCE) + 1, device=device).mul_(_GOLDEN)
     for shift, factor in _MIXERS:
         high = numbers >> shift

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded engine: units and the step of one model chunk. Knows no Megatron."""
+"""The sharded engine: units and the step of a model chunk. Knows no Megatron."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns where a model and autograd meet the engine: hooks and the running micro-batch."""
+"""Connects a model and autograd with the engine: hooks and the running micro-batch."""
 
 import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -45,7 +45,7 @@ class _MicroBatch:
     kind: str = "training"  # see StepScheduler.barrier_on_kind_change
     calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])  # in this forward
     depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])  # calls that still run
-    # Units whose gradients are not being reduced yet, and those whose are, in this backward.
+    # Units in this backward whose reduction has not started, and those whose reduction has.
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
     reduced: set[HZPUnit] = field(default_factory=set[HZPUnit])
     # See [Note: backward within a forward].
@@ -53,8 +53,6 @@ class _MicroBatch:
 
 
 class _ComputeMarks:
-    """When the computation with each unit began, for a captured trace."""
-
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
         self._starts: dict[tuple[str, HZPUnit], Any] = {}
@@ -70,12 +68,11 @@ class _ComputeMarks:
                 self._timeline.note(COMPUTE, f"{direction} {unit.name}", start)
 
     def forget(self) -> None:
-        """Forget what began and was given up."""
         self._starts.clear()
 
 
 class HZPRuntime(StepScheduler):
-    """The sharded engine around one module (a model chunk): its hooks run the step.
+    """The sharded engine around a module (a model chunk): its hooks run the step.
 
         forward    unit:  unshard | compute | reshard
         backward   unit:  unshard | compute | reshard, reduce gradients (G axes)
@@ -83,14 +80,14 @@ class HZPRuntime(StepScheduler):
         step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
 
     Args:
-        root: The module whose call is one forward.
+        root: The module whose call is a forward.
         plans: A partition of its parameters.
         groups: Communicators by group key of the plans.
         schedule: See StepScheduler, as for `driver`, `grad_scale` and `budgets`.
         construction: Holds the shards, if modules were sharded while they were built.
         fuses_grads: Layers write weight gradients to main_grad ([Note: fused gradients]).
-        allows_compiled_modules: Modules may have any form: torch.compile may trace their calls,
-            which leaves out the hooks, and backward may begin in their midst ([Note: saved views]).
+        allows_compiled_modules: torch.compile may trace calls of modules, without the hooks, and
+            backward may begin within a module ([Note: saved views]).
     """
 
     def __init__(
@@ -136,7 +133,7 @@ class HZPRuntime(StepScheduler):
             for module in plan.modules:
                 units_of.setdefault(module, []).append(unit)
         if fuses_grads or any(plan.is_seated for plan in plans):
-            # Layers write to the whole gradient of a unit; a graph, over the one that it gave last.
+            # Layers write whole gradients, and a graph overwrites its last ones: a single piece.
             largest = max(unit.layout.padded_numel for unit in self.group_keys)
             schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
         super().__init__(list(self.group_keys), schedule, driver, grad_scale, budgets)
@@ -145,11 +142,10 @@ class HZPRuntime(StepScheduler):
         self._attach(root, units_of)
 
     def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
-        # The hooks are owned by the model, the runtime by the wrapper: a proxy breaks the cycle.
+        # The model owns the hooks, and the wrapper owns the runtime: a proxy breaks the cycle.
         runtime = weakref.proxy(self)
-        # Registered before the units' own hooks and prepended after them: runs first.
         captured = [module for module, units in units_of.items() if any(u.is_seated for u in units)]
-        # Megatron refuses hooks of torch within a layer that it captures by itself.
+        # Megatron refuses torch's hooks within a layer that it captures.
         within = {part for module in captured for part in module.modules()}
         for module, units in units_of.items():
             if module in within:
@@ -167,7 +163,7 @@ class HZPRuntime(StepScheduler):
             if not runtime.is_rehearsing:
                 runtime.reductions.take(unit, (index,))
 
-        self._handles.append(
+        self._handles.append(  # prepended last, so it runs before the units' hooks
             root.register_forward_pre_hook(self._around(begin_forward), prepend=True)
         )
         end = self._around(end_forward)
@@ -200,7 +196,7 @@ class HZPRuntime(StepScheduler):
 
         Args:
             units: Their parameters are read in its forward or backward.
-            completes: Units to whose gradients nothing adds after its backward.
+            completes: Units whose gradients are final after its backward.
             recomputed: Units with which its backward recomputes an earlier region.
         """
         if self._fuses_grads:
@@ -213,9 +209,8 @@ class HZPRuntime(StepScheduler):
     def rehearsing(self, leaving_grads: Collection[nn.Parameter] = ()) -> Generator[None]:
         """Wrap the capture of CUDA graphs of modules with a seat, outside of steps. Collective.
 
-        Calls within compute with parameters of zeros. At the end `leaving_grads` holds the
-        parameters whose gradients captured backwards add to main_grad, instead of giving them to
-        autograd.
+        Calls within compute with parameters of zeros. When the block ends, `leaving_grads` has the
+        parameters whose captured backwards add gradients to main_grad instead of autograd.
         """
         self.settle()
         seated = [unit for unit in self.units if unit.is_seated]
@@ -229,7 +224,7 @@ class HZPRuntime(StepScheduler):
         self.grad_hooks.renew_accumulators(seated)
 
     def guard(self, answer: Answer) -> None:
-        """Let `answer` give the result of each use of a parameter that is idle."""
+        """Let `answer` compute the result of each use of an idle parameter."""
         kinds = {type(param) for unit in self.units for param in unit.params}
         guarded = {kind: new_guarded_class(kind, answer) for kind in kinds}
         for unit in self.units:
@@ -240,12 +235,11 @@ class HZPRuntime(StepScheduler):
         self.hide_idle_units()
 
     def hide_idle_units(self) -> None:
-        """Let never-sharded parameters notice their use: no forward or backward is under way."""
+        """Let always unsharded parameters notice uses outside of forward and backward."""
         for unit in self._resting:
             unit.guard.hide()
 
     def detach(self) -> None:
-        """Close and remove every hook; the parameters stay sharded."""
         try:
             self.close()
         finally:
@@ -255,7 +249,7 @@ class HZPRuntime(StepScheduler):
             self.grad_hooks.remove()
 
     def zero_grads(self, number: int | None = None) -> None:
-        """Start a step, or start it again: forget all gradients and any unfinished backward."""
+        """Start or repeat a step: forget all gradients and any unfinished backward."""
         self._batch = _MicroBatch()
         self._compute_marks.forget()
         self._captured_grads.forget()
@@ -265,13 +259,13 @@ class HZPRuntime(StepScheduler):
         super().zero_grads(number)
 
     def _announce_fusion(self) -> None:
-        """Tell units whether their layers may overwrite: not if the last step called them twice."""
+        """Tell units whether layers may overwrite: not if the last step called them twice."""
         for unit in self.units if self._fuses_grads else ():
             if unit.is_trained:
                 can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last
                 unit.fuse_grads(overwrites=self.step > 0 and can_overwrite)
 
-    # ---- called by the hooks, in the order of one micro-batch
+    # ---- called by the hooks, in the order of a micro-batch
 
     def begin_forward(self) -> None:
         """Begin a micro-batch, or a recomputation within backward: the root is called."""
@@ -289,7 +283,7 @@ class HZPRuntime(StepScheduler):
 
     @property
     def is_in_region(self) -> bool:
-        """Whether a region runs, which says itself when its backward begins and ends."""
+        """Whether a manual region runs, which reports its backward itself."""
         return self._batch.region is not None
 
     @contextmanager
@@ -318,13 +312,11 @@ class HZPRuntime(StepScheduler):
             batch.region, batch.in_backward = None, False
 
     def complete(self, units: list[HZPUnit]) -> None:
-        """Reduce the gradients of `units`, which are complete in this micro-batch."""
         for unit in units:
             self._captured_grads.give(unit)
             self._reduce(unit)
 
     def before_forward(self, units: list[HZPUnit]) -> None:
-        """Unshard `units` before a call of a module that needs them."""
         # after_forward undoes this, so it comes before anything that can fail.
         self._has_pushed.append(False)
         batch = self._batch
@@ -356,7 +348,7 @@ class HZPRuntime(StepScheduler):
         self._compute_marks.begin("forward", units)
 
     def _note_second_call(self, unit: HZPUnit) -> None:
-        """Reduce the unit last: its gradient is complete with that of its first call."""
+        """Reduce the unit at the end of backward, which reaches its first call last."""
         if unit.overwrites_main_grads:
             raise RuntimeError(
                 f"{unit.name} is called twice in a forward of step {self.step} and was not in the "
@@ -385,8 +377,8 @@ class HZPRuntime(StepScheduler):
     def before_backward(self, units: list[HZPUnit]) -> None:
         """Unshard `units`: a gradient has reached an output of their module."""
         if torch.is_grad_enabled():
-            # A backward that builds a graph (that of a gradient's norm): the backward of that graph
-            # reads parameters again, where it likes.
+            # This backward builds a graph (of a gradient's norm), whose own backward may read any
+            # parameter again.
             self.gathers.stop_early_sends()
         if self._is_within_forward:
             for unit in units:
@@ -412,8 +404,8 @@ class HZPRuntime(StepScheduler):
     def _is_within_forward(self) -> bool:
         """Whether a module in its forward has called backward (forces are gradients of an energy).
 
-        [Note: backward within a forward] Units that compute stay unsharded, others that are read
-        are resharded at the end, and nothing is reduced. The backward of the result follows.
+        [Note: backward within a forward] Units that compute stay unsharded, other units that are
+        read are resharded at the end, and nothing is reduced. The backward of the result follows.
         """
         return bool(self._has_pushed) and not self._batch.in_backward
 
@@ -430,7 +422,7 @@ class HZPRuntime(StepScheduler):
         self._batch.read_within.clear()
 
     def _unshard_saved(self, unit: HZPUnit) -> None:
-        """Unshard `unit` where a saved view is read, maybe before a known output has a gradient."""
+        """Unshard `unit` to read a saved view, perhaps before any known output has a gradient."""
         if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
             if self._is_within_forward:
                 self._read_within(unit)
@@ -439,7 +431,6 @@ class HZPRuntime(StepScheduler):
         self._unshard(unit)
 
     def after_backward(self, units: list[HZPUnit]) -> None:
-        """Reshard `units` and reduce their gradients: the backward of their module is done."""
         if self._is_within_forward:
             return
         self._begin_backward()
@@ -447,14 +438,14 @@ class HZPRuntime(StepScheduler):
         for unit in (unit for unit in units if not self._batch.depth.get(unit)):
             self._reshard(unit)
             if unit in self._batch.reduced:
-                # One backward of several forwards: autograd adds up what they give a parameter.
+                # A backward of several forwards: autograd sums their gradients of a parameter.
                 self._reduce_last.add(unit)
             if unit not in self._reduce_last:
                 self._captured_grads.take(unit)
                 self._reduce(unit)
 
     def end_backward(self) -> None:
-        """Reduce the remaining units, in unit order: autograd is done with this micro-batch."""
+        """Reduce the remaining units, in unit order: autograd has ended this micro-batch."""
         self._compute_marks.end("backward", self.units)
         for unit in self.units:
             self._captured_grads.take(unit)
@@ -468,8 +459,8 @@ class HZPRuntime(StepScheduler):
 
     def _unshard(self, unit: HZPUnit) -> None:
         if unit.is_always_unsharded:
-            unit.guard.reveal()  # not before: a use without a call must get it up to date
-        # What is made here outlives an inference mode, which would mark it.
+            unit.guard.reveal()  # not earlier: a use outside of calls must first update it
+        # Tensors that are made here outlive an inference mode, which would mark them.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
                 self.gathers.unshard(unit)

@@ -34,14 +34,14 @@ class Engine(Protocol):
 
 
 class _Call:
-    """One call of a module, and the begin and end of its backward.
+    """A call of a module, and the begin and end of its backward.
 
     [Note: after backward] Each input tensor is handed on as a view, the oldest node of the module's
-    graph. Autograd runs the youngest ready node first (AccumulateGrad before all), so when the
-    gradient of the view is complete, those of the module's parameters exist. A module that writes
-    into its input in place leaves that node out of the graph; then the gradient of the tensor
-    before the view tells it, which is older still. Containers are left as they are, because the
-    module may write into them: their tensors have the hook themselves.
+    graph. Autograd runs the youngest ready node first (AccumulateGrad before all), so the gradients
+    of the module's parameters exist before the view's is complete. A module that writes into its
+    input in place leaves that node out of the graph; then the gradient of the tensor before the
+    view tells it. Tensors in containers have the hook themselves, because the module may write into
+    the container.
     """
 
     def __init__(self, runtime: Engine, units: list[HZPUnit]):
@@ -91,7 +91,6 @@ class _Call:
             _before_grad_of(tensor, self.end_backward)
 
     def watch_output(self, output: Any) -> None:
-        """Hook the tensors in the output, which may have any form."""
         tensors = (
             [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
         )
@@ -127,8 +126,7 @@ def attach_call_hooks(
 def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> SimpleNamespace:
     """Do the same for a module whose class calls a captured graph, which no hook of torch sees.
 
-    Returns:
-        A handle like torch's.
+    The result is a handle like torch's.
     """
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
@@ -140,7 +138,7 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
             return kind.__call__(self, *args, **kwargs)
         if self.training and captured:
             _refuse_other_inputs(units[0].name, _inputs_of(args, kwargs), captured)
-        # A graph has what training does: dropout, and what is counted.
+        # A graph has training's dropout and counters.
         method = kind.__call__ if self.training else nn.Module.__call__
         return called(module, partial(method, self), before, after, args, kwargs)
 
@@ -150,7 +148,6 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> Simp
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-    """Return dtype, shape and need of a gradient of each tensor input, by name."""
     tensors = [*tensors_within(args, "its inputs")]
     tensors += [pair for name, value in kwargs.items() for pair in tensors_within(value, name)]
     names = ["its first tensor", *(name for name, _ in tensors[1:])]
@@ -161,7 +158,6 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
 
 
 def _refuse_other_inputs(unit: str, inputs: _Inputs, captured: _Inputs) -> None:
-    """Raise ConfigurationError if `inputs` are not those for which the graph was captured."""
     for name, new in inputs.items():
         known = captured.get(name, None if len(captured) > 1 else new)
         if known is None or known[:2] != new[:2] or known[2] < new[2]:

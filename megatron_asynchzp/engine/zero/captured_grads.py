@@ -17,9 +17,9 @@ _Place = tuple[str, int]
 
 
 class CapturedGrads:
-    """Places, in the dtype of the model, which units of one size share unless they share a layer.
+    """Places, in the model's dtype, which units of equal size share unless they share a layer.
 
-    After its backward a unit gets what is there, as if autograd had given it.
+    After its backward a unit gets these gradients as if autograd had given them.
 
         main    | zero | B u2 adds | take, reduce u2 | zero | B u1 adds | take, reduce u1 |
     """
@@ -96,6 +96,6 @@ class CapturedGrads:
             param.grad = grad if param.grad is None else param.grad + grad
 
     def forget(self) -> None:
-        """Forget what backwards have left: none is under way, or it does not count."""
+        """Forget gradients of past backwards, which do not count."""
         self._holders.clear()
         self._displaced.clear()

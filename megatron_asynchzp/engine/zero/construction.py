@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the parameters of a model that is being built, of which each rank keeps its part."""
+"""Owns the parameters of a model under construction, while each rank keeps its part."""
 
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,7 +52,6 @@ class _Sharded:
         ]
 
     def _held(self, piece: ParamSlice) -> Range:
-        """Return the parameter's elements that lie in this rank's shard, in its own coordinates."""
         held = piece.range.intersect(self.range)
         return held.within(piece.range) if held.numel else Range(0, 0)
 
@@ -77,7 +76,6 @@ class _Sharded:
         return storage
 
     def gather(self, device: torch.device | None) -> None:
-        """Make all parameters whole again, on `device`. Collective over the P group."""
         for dtype in dict.fromkeys(part.values.dtype for part in self.parts):
             parts = [part for part in self.parts if part.values.dtype == dtype]
             shard = self.new_shard(parts, device)
@@ -130,7 +128,7 @@ class Construction:
     def shard(self, module: nn.Module, alone: Collection[nn.Parameter] = ()) -> None:
         """Keep only this rank's part of the parameters of `module`, which is complete.
 
-        Those in `alone` will be units of their own (tied weights). Tensors that are not plain, or
+        Those in `alone` become units of their own (tied weights). Tensors that are not plain, or
         not sharded by their group, stay whole.
         """
         self.note_whole(module.parameters())
@@ -149,7 +147,7 @@ class Construction:
             for part in sharded.parts:
                 self._sharded[part.param] = sharded
                 self._hide(part, part.values.new_full((), float("nan")))
-            # A module frees what is whole between the parts that stay. Without this the process
+            # A module frees whole parameters between the parts that stay. Without this the process
             # comes to hold the whole model.
             return_freed_memory(sharded.parts[0].values.device)
 
@@ -220,8 +218,7 @@ class Construction:
     def take(self, plan: UnitPlan) -> torch.Tensor | None:
         """Return this rank's shard of the unit, 1-D, and leave placeholders; None if it is whole.
 
-        Parameters of other units are gathered first. Collective, because all ranks plan the same
-        units.
+        Parameters of other units are gathered first. Collective: all ranks plan the same units.
         """
         params = [param for _, param in plan.params]
         candidates = list(dict.fromkeys(self._sharded[p] for p in params if p in self._sharded))
@@ -274,7 +271,6 @@ def _describe(reason: str, units: Sequence[HZPUnit]) -> str:
 
 
 def _caller() -> str:
-    """Return the innermost function on the stack that is neither torch's nor the engine's."""
     excluded = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(excluded):

@@ -41,7 +41,6 @@ class EarlySends(EarlyUnits[HZPUnit]):
         self._sends: dict[HZPUnit, _EarlySend] = {}
 
     def choose(self, unit: HZPUnit, grads: Task, step: int) -> bool:
-        """Decide whether `unit`, whose gradient `grads` completes, is sent before the update."""
         update = self.early_update
         if update is None or not self.is_allowed or unit in self.units:
             return False
@@ -60,7 +59,6 @@ class EarlySends(EarlyUnits[HZPUnit]):
             self._sends[unit].is_outdated = True
 
     def await_send(self, unit: HZPUnit) -> None:
-        """Return when no early send reads the gradients of `unit`."""
         if (send := self._sends.get(unit)) is not None and send.task is not None:
             send.task.wait()
 
@@ -78,7 +76,6 @@ class EarlySends(EarlyUnits[HZPUnit]):
             self.early_update.note_outcome(step, did_stand)
 
     def forget(self) -> None:
-        """Begin with no unit sent: the update has come, or the step begins again."""
         self.units.clear()
         self._sends.clear()
         self._room = BackwardRoom()

@@ -35,23 +35,22 @@ def is_elementwise(optimizer: object) -> bool:
 class EarlyUpdate:
     """Lets units be sent before the update that makes them.
 
-    [Note: early update] The factor that clips gradients is known when the last gradient is, so an
-    optimizer that clips begins after backward. Most steps clip nothing: their factor is exactly 1.
-    So when the gradient of a unit is complete, its update is computed with that factor, on copies
-    of its states, and its parameters are sent while backward goes on. With a factor of 1 the
-    optimizer's own update then gives the bits that were sent. That is compared ([Note: compared
-    with what was sent]), and what differs is sent again. No state is written early, so nothing is
-    undone.
+    [Note: early update] An optimizer that clips begins after backward, because the factor needs the
+    last gradient. Most steps clip nothing: their factor is exactly 1. So once a unit's gradient is
+    complete, its update is computed with factor 1 on copies of its states, and its parameters are
+    sent while backward continues. If the factor is 1, the optimizer's own update gives the bits
+    that were sent. They are compared ([Note: compared with what was sent]), and differences are
+    sent again. No state is written early, so nothing is undone.
 
     Args:
         optimizer: One for which `is_elementwise` holds.
         params_of: For each unit whose gradient nothing changes between its reduction and the
             clipping, the optimizer's parameters that this rank owns: 1-D views of main_param.
-        is_forced: Send all these units, in every step. Otherwise as many as backward has room for,
+        is_forced: Send all these units in every step. Otherwise as many as backward has room for,
             and after three steps in vain only in every 64th.
-        is_awaited: Where the host runs ahead of a device, it waits for the comparison and sends
-            again what differs. Otherwise a difference ends the run.
-        inverse_scale: Returns the factor that takes the loss scale out, fp32 [1], or None.
+        is_awaited: A host that runs ahead of a device waits for the comparison and sends
+            differences again. Otherwise a difference ends the run.
+        inverse_scale: Returns the inverse loss scale, fp32 [1], or None.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class EarlyUpdate:
         self._step = 0  # to which that belongs
 
     def may_send(self, unit: HZPUnit, step: int) -> bool:
-        """Return whether `unit` may be sent before the update of step number `step`."""
         # The optimizer's class may have been replaced since.
         if unit not in self._params_of or not is_elementwise(self._optimizer):
             return False
@@ -88,9 +86,9 @@ class EarlyUpdate:
             del self._outcomes[next(iter(self._outcomes))]
 
     def preview_of(self, unit: HZPUnit, step: int) -> Callable[[torch.Tensor], None]:
-        """Return a function for the thread of a lane that updates a copy of main parameters.
+        """Return a function for a lane's thread that updates a copy of main parameters.
 
-        The main thread collects here what it reads, because it may change it later.
+        The main thread collects its inputs here, because it may change them later.
         """
         optimizer, params = self._optimizer, self._params_of[unit]
         if step != self._step:

@@ -17,9 +17,9 @@ _FACTOR = -7046029254386353131  # 2^64 over the golden ratio, odd
 def fingerprint(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a fingerprint of the bits of `values`, cast to `dtype` first: 0-dim int64.
 
-    Each word of 32 bits counts times a random 64-bit number of its place, modulo 2^64 (Carter and
-    Wegman, 1979): two different tensors have the same with a probability below 2^-32. `values` is
-    1-D, of 16 or 32 bits each, and a multiple of 4 bytes.
+    It sums, modulo 2^64, each 32-bit word times a random 64-bit number of its place (Carter and
+    Wegman, 1979): two different tensors agree with a probability below 2^-32. `values` is 1-D, of
+    16 or 32 bits each, and a multiple of 4 bytes.
     """
     at_once = _AT_ONCE.get(values.device.type, _AT_ONCE_ON_DEVICE)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -35,7 +35,6 @@ def fingerprint(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 @cache
 def _weights(num: int, device: torch.device) -> torch.Tensor:
-    """Draw `num` random int64 numbers (1-D), the same on all ranks and devices."""
     random = torch.Generator().manual_seed(0)
     low, high = -(2**63), 2**63 - 1
     with torch.inference_mode(False):
@@ -43,7 +42,6 @@ def _weights(num: int, device: torch.device) -> torch.Tensor:
 
 
 def forget_weights() -> None:
-    """Free the memory that fingerprints keep on devices, until the next one is taken."""
     _weights.cache_clear()
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the parameters in flight: gathers of units, their places, and shards that are rebuilt."""
+"""Owns the parameters in flight: gathers of units, their places, and the rebuilding of shards."""
 
 import logging
 import math
@@ -45,7 +45,7 @@ class ParamBudget:
         self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
 
     def take_free_memory(self, left_nbytes: int) -> None:
-        """Enlarge the budget, once, by the least that the ranks have left. Collective over all."""
+        """Enlarge the budget, once, by the least free bytes of any rank. Collective over all."""
         self.takes_free_memory = False
         least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
         dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
@@ -67,7 +67,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
         param-sync  | u0 | u1 | u2 |                                       after the optimizer
 
-    ParamsInFlight decides what is gathered, kept and resharded, and when.
+    ParamsInFlight decides which units are gathered, kept and resharded, and when.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._units, self._driver, self._device = units, driver, driver.device
         self.early_sends, self.use_order = EarlySends(), UseOrder(units)
         self.warned: set[str] = set()  # topics of logged warnings, each once
-        # Units of which a view was found when their memory was to be reused.
+        # Units whose parameters had views when their memory was about to be reused.
         self.viewed: set[HZPUnit] = set()
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
         self._syncs: dict[HZPUnit, Task] = {}
@@ -101,7 +101,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             None if shared is None else shared.residency,
             self.early_sends,
         )
-        # Seats are memory of their own already.
+        # The arena has grown by the seats already.
         if more := nbytes - (self.arena.nbytes - before):
             self.arena.grow(more)
 
@@ -147,7 +147,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 unit.name,
                 unit.groups.unshard,
                 lambda: unit.unshard_for_layers_steps(place.storage),
-                # The last write, and the last readers.
+                # The last write of the shard, and the last readers of the place.
                 ready=(self._shards_written.pop("gather", None), *place.ready),
                 after=(self._syncs.get(unit),),
             )
@@ -156,19 +156,19 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     def wait_for_unshard(self, unit: HZPUnit, handle: _Gather) -> None:
         self._await(handle)
-        self._syncs.pop(unit, None)  # the gather came after it
+        self._syncs.pop(unit, None)  # the gather has waited for it
         place = handle.place
         unit.to_unsharded(place.storage, place.views_for(unit.views_key, unit.views_of))
 
     def _await(self, handle: _Gather) -> None:
         task, handle.task = handle.task, None
-        assert task is not None  # no caller has waited for it
+        assert task is not None  # this is the first wait
         task.wait()
 
     def finish_reshard(self, unit: HZPUnit, handle: _Gather) -> Any:
         unit.reshard()
         place = handle.place
-        # On a device a collective's handle is dropped where it is waited for, by this thread.
+        # On a device this thread drops a collective's handle, and its view, in the wait.
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
             if unit in self.seats:
                 raise ConfigurationError(
@@ -184,7 +184,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         [Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not what a
         module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory under such a view
         would silently give wrong numbers (law 5). From now on units of this size are gathered into
-        memory of their own, which is freed with its last view.
+        new memory, which is freed with its last view.
         """
         self.viewed.add(unit)
         self._warn_once(
@@ -208,7 +208,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 unit.groups.param_sync,
                 unit.sync_param_steps,
                 ready=(self._shards_written.pop("param-sync", None),),
-                after=(self._syncs.get(unit),),  # a preview
+                after=(self._syncs.get(unit),),  # an early send
             )
         )
 
@@ -254,7 +254,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def start_early_send(self, unit: HZPUnit) -> None:
         send, gathered = self.early_sends.send_of(unit), self._gathered.get(unit)
         gather = None if gathered is None else gathered.handle.task
-        # One at a time gathers a shard beside the one in use.
+        # One after the other, because each preview gathers into a temporary copy of the shard.
         before = self._driver.latest.get("param-sync") if unit.is_main_param_aliased else None
         self._syncs[unit] = send.task = self._driver.submit(
             Task(
@@ -263,13 +263,13 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 unit.groups.param_sync,
                 lambda: unit.preview_param_steps(send.update),
                 ready=(self._shards_written.pop("param-sync", None),),
-                # The gradients, and what else may still read the shard.
+                # The reduction of the gradients, and tasks that may still use the shard.
                 after=(send.grads, gather, self._syncs.get(unit), before),
             )
         )
 
     def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
-        """Rebuild the shards but those of `done`, in the order of this step, and gather again."""
+        """Rebuild all shards except those of `done`, in this step's order, and gather again."""
         self.drop_spares()
         self.restart()
         self.note_written()
@@ -278,30 +278,30 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
 
     def rebuild_in_last_order(self) -> None:
-        """Rebuild the shards where ranks with a micro-batch rebuild them; this rank has none."""
+        """Rebuild the shards in the last step's order, as ranks with a micro-batch do."""
         for unit in self.use_order.last_used:
             self.rebuild_now(unit)
             self.note_shard_used(unit)
 
     def await_sync(self, unit: HZPUnit) -> None:
-        """Return when the shard of `unit` is up to date; a use of a kept unit has not waited."""
+        """Wait until the shard of `unit` is up to date: the use of a kept unit has not waited."""
         if (sync := self._syncs.get(unit)) is not None:
             sync.wait()
 
     def join_syncs(self) -> None:
-        """Return when every shard is up to date or sent early, and no sync reads the states."""
+        """Wait until every shard is up to date or sent early, and no sync reads the states."""
         self.rebuild_remaining()
         if not self._syncs:
             return
         for sync in self._syncs.values():
             sync.wait()
         self._syncs.clear()
-        # From here on a gather cannot wait for the tasks themselves any more.
+        # Later gathers wait for this event, because the tasks are forgotten.
         self.note_written()
 
     def note_written(self) -> None:
-        """Let gathers come after the current stream, which has written parameter shards."""
-        # What comes later in the lane of one that has waited for it comes after it, too.
+        """Let gathers wait for the current stream, which has written parameter shards."""
+        # Only each lane's next task waits: its later tasks come after that one.
         self._shards_written = dict.fromkeys(("gather", "param-sync"), self._device.record_event())
 
     # ---- steps
@@ -312,7 +312,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self.restart(is_training=False)
 
     def begin_step(self) -> None:
-        self.early_sends.await_all()  # those of a backward that was given up
+        self.early_sends.await_all()  # of an abandoned backward
         self.cancel_early_sends()
         self.early_sends.forget()
         self.restart()

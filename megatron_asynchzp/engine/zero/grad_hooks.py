@@ -39,10 +39,10 @@ class GradHooks:
     def hold_accumulators(self, units: Sequence[HZPUnit]) -> None:
         """Keep the nodes that accumulate the gradients of `units`, made now if they are not held.
 
-        [Note: side streams] Autograd runs such a node on the stream on which it was made, after
-        whatever stream made the gradient. Made when the first step begins (Megatron wraps a model
-        on another stream) and kept, they are those of the stream that computes; so a module may
-        compute its gradients elsewhere, as Megatron's shared experts do.
+        [Note: side streams] Autograd runs such a node on the stream on which it was made, whichever
+        stream made the gradient. Nodes of the first step are made on the computing stream (Megatron
+        wraps a model on another one) and kept, so a module may compute its gradients on other
+        streams, as Megatron's shared experts do.
         """
         for unit in () if self._accumulators else units:
             trained = [param for param in unit.params if param.requires_grad]

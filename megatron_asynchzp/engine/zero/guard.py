@@ -81,7 +81,6 @@ class ParamGuard:
         self._guarded_kinds = list(guarded_kinds)
 
     def hide(self) -> None:
-        """Let parameters notice their use from now on: nothing computes with them."""
         if self._guarded_kinds is not None:
             for param, kind in zip(self._params, self._guarded_kinds, strict=True):
                 param.__class__ = kind

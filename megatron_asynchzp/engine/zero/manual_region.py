@@ -25,8 +25,8 @@ class ManualRegion:
         with region.backward(): ...    the parameters are needed | done
         region.complete()              the gradients are complete, late ones too
 
-    Modules within are called as usual. Other regions, of the same micro-batch or another, may run
-    between two of these moments, but not within one. The units: see HZPRuntime.manual_region.
+    Modules within are called as usual. Other regions, of any micro-batch, may run between two of
+    these moments, but not within one. See HZPRuntime.manual_region.
     """
 
     engine: Engine
@@ -38,9 +38,7 @@ class ManualRegion:
         return self.engine.region_forward(self.units)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Wrap the backward: one run of autograd from what the forward made."""
         return self.engine.region_backward(list(dict.fromkeys([*self.units, *self.recomputed])))
 
     def complete(self) -> None:
-        """Reduce the gradients, after the backward and whatever adds to them later."""
         self.engine.complete(self.completes)

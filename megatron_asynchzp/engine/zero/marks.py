@@ -3,10 +3,9 @@
 """Owns which elements of a unit's parameters may have changed since a named moment.
 
 [Note: exact changes] A 16-bit parameter is written where main_param is cast into this rank's O
-range, and only there the old and the new value lie side by side. Differences are collected as one
-bit per element. An element that was changed and changed back, or sent early and taken back, has its
-bit too, and its final value is right. Code that writes parameters in other ways says so, and then
-all of them count as changed.
+range, and only there the old and the new value meet. Each difference sets a bit. An element that
+changed back, or whose early send was cancelled, keeps its bit, and its final value is right. Code
+that writes parameters in other ways says so, and then all of them count as changed.
 """
 
 import torch
@@ -20,8 +19,8 @@ _BITS = 8
 class Marks:
     """The marks of a unit, for its O range of `numel` elements (a multiple of 8).
 
-    Untrained parameters never count as changed. If not `writes_are_casts` (main_param is a view of
-    them), all count as changed; otherwise `write` alone writes them.
+    Untrained parameters never count as changed. Without `writes_are_casts` (main_param is a view of
+    them) all count as changed; with it `write` alone writes them.
     """
 
     def __init__(self, numel: int, device: torch.device, is_trained: bool, writes_are_casts: bool):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the checks of which parameters can be sharded; a refusal is a line with a remedy."""
+"""Checks whether parameters can be sharded; a refusal is a line with a remedy."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

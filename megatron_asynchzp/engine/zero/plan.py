@@ -15,7 +15,7 @@ class UnitPlan:
 
     name: str
     group_key: str  # its sharding group: "dense" or "expert"
-    # Equal for units of one unit module, which are needed together; "" outside of unit modules.
+    # Equal for units of a unit module, which are needed together; "" outside of unit modules.
     layer: str
     params: tuple[tuple[str, nn.Parameter], ...]
     # A call of any of them needs the parameters. The gradient of parameters with several modules
@@ -62,9 +62,9 @@ def plan_units(
 
     A parameter belongs to the innermost of `unit_modules` around it, or to the root unit. Within
     it, another dtype, sharding group or requires_grad makes another unit, because a flat buffer has
-    one dtype. Units of another group than "dense" hang on the innermost module around all of them.
-    Parameters that other modules use as well (`also_used_by`, tied weights) are units of their own,
-    with one layout on every pipeline stage that holds a copy.
+    one dtype. Units of another group than "dense" belong to the innermost module around all of
+    them. Parameters that other modules use as well (`also_used_by`, tied weights) are units of
+    their own, with one layout on every pipeline stage that holds a copy.
     """
     also_used_by = also_used_by or {}
     path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}  # pyright: ignore[reportUnknownVariableType]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the gradients in flight: those that units have collected, and the reductions of them."""
+"""Owns the gradients in flight: the collected ones, and their reductions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,24 +35,22 @@ _Grads = dict[int, torch.Tensor]
 
 @dataclass
 class _Collected:
-    # Autograd's own gradients; or, where layers write gradients ([Note: fused gradients]), the
-    # place for all of them, its views (each parameter, then the gaps), and the indices written.
+    # Autograd's own gradients; or, if layers write gradients ([Note: fused gradients]), the place
+    # for all of them, its views (each parameter, then the gaps), and the written indices.
     grads: _Grads = field(default_factory=_Grads)
     place: Place | None = None
     places: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     written: set[int] = field(default_factory=set[int])
-    # Complete for a micro-batch, they wait for a later one, and nothing was added since.
+    # Whether they are complete for a micro-batch and wait for a later one.
     is_kept: bool = False
 
 
 class _Piece(NamedTuple):
     grads: GradPiece
-    # Keys as strings, which remember their hash. Equal: pieces that split a place in the same way.
-    memory_key: str
-    # Equal: their parameters lie there at the same addresses.
-    places_key: str
-    nbytes: int  # that reducing it takes
-    shard: torch.Tensor  # to which the result is added
+    memory_key: str  # equal for pieces that split a place in the same way; caches its hash
+    places_key: str  # equal if also the parameters lie at the same offsets
+    nbytes: int  # memory for the reduction
+    shard: torch.Tensor  # accumulates the results
 
     @classmethod
     def all_of(cls, unit: HZPUnit, pieces: Sequence[GradPiece]) -> "list[_Piece]":
@@ -81,9 +79,9 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         grad-sync               | u2 | u1 |                                last micro-batch
 
     [Note: pieces] Autograd's gradients stay as they are until the unit is complete. Then the main
-    thread casts and packs their first piece into a place of the arena, and the lane packs the next
-    one there when that is reduced. A unit of several pieces keeps its gradients until the last; so
-    the next such unit begins when that one has ended. Most units are a single piece.
+    thread casts and packs their first piece into a place of the arena. The lane reduces it, packs
+    the next piece into the same place, and so on. A unit of several pieces keeps its gradients
+    until its last piece, so the next such unit waits for it. Most units are a single piece.
 
         main        | B u1     | pack u1.0 | B u0 ...
         reduce                             | u1.0 | pack u1.1 | u1.1 | pack u1.2 | u1.2 |
@@ -106,7 +104,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._collected: dict[HZPUnit, _Collected] = {}
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
-        # Units that a backward has reached since gradients were forgotten.
+        # Units that a backward has reached in this step.
         self.reached: set[HZPUnit] = set()
 
     # ---- one micro-batch
@@ -126,7 +124,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             write_grads(unit, indices, collected.places, collected.written)
 
     def provide(self, unit: HZPUnit) -> None:
-        """Let the layers of `unit`, whose backward begins, find the places of their gradients."""
+        """Give the layers of `unit`, whose backward begins, the places of their gradients."""
         if unit.reduces_in_place:
             self.reopen(unit)
             point_at_places(unit, unit.whole_grads)
@@ -152,12 +150,12 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return collected
 
     def has_pending(self, unit: HZPUnit) -> bool:
-        """Return whether gradients of this micro-batch are not being reduced yet."""
+        """Return whether this micro-batch has gradients whose reduction has not started."""
         collected = self._collected.get(unit)
         return (collected is not None and not collected.is_kept) or has_grads(unit)
 
     def is_kept(self, unit: HZPUnit) -> bool:
-        """Return whether gradients of earlier micro-batches are not being reduced yet."""
+        """Return whether earlier micro-batches have gradients whose reduction has not started."""
         return unit in self._collected and self._collected[unit].is_kept
 
     def keep(self, unit: HZPUnit, is_last: bool) -> bool:
@@ -189,7 +187,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._last_reduction[unit] = task
 
     def reopen(self, unit: HZPUnit) -> None:
-        """Let gradients be added to the sum over the sharding group, if that has begun."""
+        """Wait for the sum over the sharding group, if it has begun, to add gradients."""
         if (sync := self._syncs.pop(unit, None)) is not None:
             sync.wait()
             self._early_sends.await_send(unit)
@@ -198,7 +196,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
         """Return the place with the first piece, and the gradients that later pieces read."""
         indices, pieces = range(len(unit.params)), self._pieces[unit]
-        if unit not in self._collected and len(pieces) == 1:  # the usual case, and the fastest way
+        if unit not in self._collected and len(pieces) == 1:  # the usual case, and the fastest
             place, written = self._acquire_place(unit), set[int]()
             places = self._places_in(unit, pieces[0], place)
             write_grads(unit, indices, places, written)
@@ -250,14 +248,13 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         return last
 
     def await_reduction(self, reduction: _Reduction) -> None:
-        # A stream that computes reuses the memory of the gradients only after this wait.
+        # After this wait the computing stream may reuse the memory of the gradients.
         reduction.task.wait()
         reduction.grads.clear()
 
     # ---- the last micro-batch
 
     def is_syncing(self, unit: HZPUnit) -> bool:
-        """Return whether this step's reduction over the whole sharding group was submitted."""
         return unit in self._syncs
 
     def start_sync(self, unit: HZPUnit) -> Task:
@@ -284,7 +281,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._await_syncs()
 
     def begin_step(self) -> None:
-        """Begin a step, or begin it again: nothing of the last one is in flight or collected."""
+        """Begin a step, or repeat it: await reductions, and forget collected gradients."""
         self.await_all()
         for collected in self._collected.values():
             if collected.place is not None:

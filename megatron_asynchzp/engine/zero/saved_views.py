@@ -40,20 +40,20 @@ class SavedViews:
     """Saved-tensor hooks around the forward of units (law 5).
 
     [Note: saved views] nn.Linear saves `weight.t()`, a view of the full parameters, which are
-    resharded after forward. As memory, that view would keep them alive or, where memory is reused,
-    read another unit's parameters: a silent wrong gradient. Packed as (unit, offset, shape, stride)
-    it costs nothing and unpacks from the parameters gathered for backward.
+    resharded after forward. The view would keep their memory alive or, if it is reused, read
+    another unit's parameters: a silent wrong gradient. Packed as (unit, offset, shape, stride) it
+    costs nothing and unpacks from the parameters gathered for backward.
 
     The hooks cost microseconds for each tensor. Layers of Megatron and Transformer Engine save the
-    parameter itself, which needs no hook. So a unit of which a whole step saved nothing else goes
-    without, until a view of it is found when its memory is to be reused ([Note: views that outlive
-    the unit]). That needs backwards that begin at a known output (may_go_without).
+    parameter itself, which needs no hook. So a unit whose tensors saved no view in a whole step
+    loses the hooks, until a view is found when its memory is to be reused ([Note: views that
+    outlive the unit]). That needs backwards that begin at a known output (may_go_without).
 
     [Note: hooks of others] Torch applies the innermost hooks alone. If a program has hooks of its
     own (save_on_cpu, say), the engine's come first and pass on each tensor that is no view of a
-    unit. So theirs are pushed joined with the engine's, around a unit, within it, or in a
-    recomputation. Each side pops its own: theirs may end within a unit, or after the one in which
-    they began.
+    unit. So the program's hooks are joined with the engine's, around a unit, within it, or in a
+    recomputation. Each side pops its own: the program's may end within a unit, or after the unit in
+    which they began.
     """
 
     # Which hooks of others let pass, as long as they live.
@@ -74,7 +74,7 @@ class SavedViews:
         SavedViews.all = (*alive, ref(self))
 
     def begin_step(self, viewed: set[HZPUnit]) -> None:
-        """Begin a step; in the last one, a view of each unit of `viewed` outlived its unit."""
+        """Begin a step; views of each unit in `viewed` outlived their unit in the last one."""
         self._with_views |= viewed
         if self._may_go_without:
             self._without_views = (self._without_views | self._watched) - self._with_views
@@ -100,7 +100,6 @@ class SavedViews:
         return not self._without_views.issuperset(sharded)
 
     def track(self, unit: HZPUnit) -> None:
-        """Recognise views of `unit`'s gathered parameters from now on."""
         storage = unit.full_param_storage.untyped_storage()
         self._units_by_storage[storage.data_ptr()] = unit
         if (key := _number_of(storage)) not in self._storages:
@@ -135,7 +134,6 @@ class SavedViews:
         return unit if unit is not None and unit.is_gathered_at(pointer) else None
 
     def is_view(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of gathered parameters, present or earlier."""
         if self.unit_of(tensor) is not None:
             return True
         try:
@@ -180,7 +178,7 @@ class _Kept(NamedTuple):
     def of(cls, tensor: torch.Tensor, checks_version: bool = True) -> "_Kept":
         # [Note: saved outputs] A node that saves its own output through hooks would hold a tensor
         # that holds the node: a cycle that nothing collects where backward never runs. Autograd
-        # puts its own edges on what is unpacked.
+        # puts its own edges on the unpacked tensor.
         version = tensor._version if checks_version else None
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
@@ -200,8 +198,6 @@ def _refuse_written(title: str, version: int, expected: int | None) -> NoReturn:
 
 
 class _Theirs(NamedTuple):
-    """A saved tensor as a hook of the program has packed it."""
-
     packed: Any
 
 
@@ -235,7 +231,6 @@ def _number_of(storage: Any) -> int:
 
 
 def _top_hooks() -> Any:
-    """Return the pack and unpack hooks that torch applies now, None without."""
     return _autograd._top_saved_tensors_default_hooks(False)
 
 

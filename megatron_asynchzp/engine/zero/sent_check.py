@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the comparison of what other ranks were sent with what the main parameters hold.
+"""Compares the parameters that other ranks were sent with the main parameters.
 
 [Note: compared with what was sent] Parameters travel before their update, and other code may write
 to them afterwards. Counters of writes and noted settings can be bypassed, the bits cannot. So each
-rank keeps a fingerprint of what it sent of its O range, and compares it with what it would send
-now:
+rank keeps a fingerprint of its sent O range, and compares it with what it would send now:
 
     after an update    units that were sent before it: one that differs on any rank is sent again
     at a use           all units: one that differs was written to, which is refused
 
-On a CPU the host reads the answer at once. Where it runs ahead of a device it reads it at the end
+On a CPU the host reads the answer at once. A host that runs ahead of a device reads it at the end
 of the next step, and before anything is saved, and a difference ends the run.
 """
 
@@ -96,10 +95,10 @@ class SentCheck:
     # ---- writes of other code
 
     def enable_write_checks(self, explain: Callable[[], None]) -> None:
-        """Refuse from now on, at the next use, what other code writes to main parameters.
+        """Refuse from now on, at the next use, writes of other code to main parameters.
 
-        All ranks hold now what main_param holds. `explain` is called before a write is refused, and
-        may raise an error that knows more.
+        All ranks have main_param's present values. `explain` is called before a write is refused,
+        and may raise an error that knows more.
         """
         self._is_enabled, self._explain = True, explain
         for unit in self._units:
@@ -109,10 +108,10 @@ class SentCheck:
                 unit.sent_record.is_watched = True
 
     def note_update(self, current: Collection[HZPUnit], updated: set[HZPUnit] | None) -> None:
-        """Note that the engine is about to send what an update made of main parameters.
+        """Note that the engine is about to send updated main parameters.
 
         Args:
-            current: Units of which all ranks have it already.
+            current: Units that all ranks have already.
             updated: Units that the update wrote to; None: any.
         """
         for unit in self._units if self._is_enabled else ():
@@ -160,7 +159,7 @@ class SentCheck:
     # ---- after an update
 
     def already_current(self) -> list[HZPUnit]:
-        """Return the units that were sent early and hold what the update made. Collective."""
+        """Return the units whose early sends equal the update's result. Collective."""
         sent, update = self._early_sends.current_units, self._early_sends.early_update
         if update is None or not sent:
             return []
@@ -171,7 +170,7 @@ class SentCheck:
         return [unit for unit in sent if unit not in differing]
 
     def compare(self, sent: Collection[HZPUnit]) -> None:
-        """Begin to compare `sent` with what the update made, on all ranks. Collective."""
+        """Begin to compare `sent` with the update's result, on all ranks. Collective."""
         self.finish()
         places = [self._index[unit] for unit in sent]
         for place, unit in zip(places, sent, strict=True):
@@ -213,12 +212,10 @@ class SentCheck:
             self._copied, self._is_copying = self._driver.device.record_event(), True
 
     def settle(self) -> None:
-        """Hold the host until all comparisons are made, before anything is saved."""
         self.send_answers()
         self._read_written()
 
     def finish(self) -> None:
-        """Read the last comparison; raises ConfigurationError, on all ranks, for a difference."""
         step = self._task.step if self._task is not None else 0
         if differing := self.differing():
             self._fail(ConfigurationError(_NOT_AS_SENT.format(step, differing[0].name)))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what this rank sent of a unit's parameters, and finds writes of other code behind it."""
+"""Records what this rank sent of a unit's parameters, and finds other code's writes."""
 
 import weakref
 from operator import ne

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the step of a model chunk: what is gathered, reduced, compared and rebuilt."""
+"""Owns the step of a model chunk: gathers, reductions, comparisons and rebuilt shards."""
 
 import enum
 from collections import Counter
@@ -35,7 +35,7 @@ from megatron_asynchzp.errors import ConfigurationError
 
 @dataclass(frozen=True, eq=False)
 class KeepBudgets:
-    """Budgets of what the chunks of a rank keep for later micro-batches; None: nothing."""
+    """Budgets of parameters and gradients that a rank's chunks keep for later micro-batches."""
 
     params: ParamBudget | None = None
     grads: Residency[HZPUnit] | None = None
@@ -51,7 +51,7 @@ class KeepBudgets:
                 config.keeps_params_in_free_memory,
             )
         if config.keep_grads_nbytes:
-            # The sum of a unit that has its turn is nowhere else, unlike its parameters.
+            # Unlike its parameters, the current unit's sum has no other memory: it counts.
             grads = Residency[HZPUnit](
                 config.keep_grads_nbytes,
                 lambda unit: FP32_NBYTES * unit.layout.padded_numel,
@@ -62,14 +62,14 @@ class KeepBudgets:
     def grad_record(self) -> list[str]:
         """Return the units whose gradients the last step completed, in order, for a checkpoint.
 
-        [Note: kept after a resume] What is kept decides how gradients are grouped in sums, hence
-        their last bits, and follows from the order of the step before. A process that resumes a run
-        has no such step of its own: it takes the order from the checkpoint.
+        [Note: kept after a resume] The choice of kept gradients decides how sums are grouped, hence
+        their last bits, and follows from the order of the previous step. A process that resumes a
+        run has no such step: it takes the order from the checkpoint.
         """
         return [] if self.grads is None else [unit.name for unit in self.grads.record]
 
     def expect_grads(self, names: Sequence[str], units: Iterable[HZPUnit]) -> None:
-        """Go on from the grad_record of a checkpoint; another pipeline's is ignored."""
+        """Continue from the grad_record of a checkpoint; another pipeline's is ignored."""
         by_name = {unit.name: unit for unit in units}
         if self.grads is not None and by_name.keys() >= set(names):
             self.grads.expect([by_name[name] for name in names])
@@ -91,7 +91,7 @@ class StepState(enum.Enum):
 
 
 class OnHost(Protocol):
-    """States on the host (HostStates), as far as a step knows them."""
+    """States on the host (HostStates), as a step sees them."""
 
     def settle(self) -> None: ...
     def free(self) -> None: ...
@@ -106,9 +106,8 @@ class StepScheduler:
         grad-sync   (last micro-batch)                    | u2 | u1 |      reductions
         param-sync  | u0 | u1 | u2 |                                       gathers
 
-    The main thread takes every decision (what to gather next, and where) from the order of the
-    program alone, never from timing. So decisions are the same on every rank of a sharding group,
-    and so is the order of collectives (law 3). Chunks of a rank that share `driver` have one order.
+    The main thread takes every decision ([Note: decisions]). Chunks of a rank that share `driver`
+    have one order.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class StepScheduler:
             driver = start_driver(config, device_of(self.units[0].model_param.storage))
         self.driver = driver
         self.step = 0  # number of the step that began last
-        self.num_begun = 0  # steps that have begun, a repeated one again
+        self.num_begun = 0  # steps that have begun, repetitions included
         self.state = StepState.IDLE
         # Whether backward reduces gradients over the whole sharding group, see no_sync.
         self.is_last_micro_batch = False
@@ -135,7 +134,7 @@ class StepScheduler:
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
         self._value_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._before_sleep = self.state
-        # Whether sync_grads finds out which units have gradients on any rank: `reached`.
+        # Whether sync_grads sets `reached` to the units with gradients on any rank.
         self.agrees_on_reached, self.reached = False, set[HZPUnit]()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
@@ -162,7 +161,7 @@ class StepScheduler:
         )
         all_groups = list(dict.fromkeys(unit.groups for unit in self.units))
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
-        # Where there are experts, all ranks exchange tokens in every layer.
+        # With experts all ranks exchange tokens in every layer, so all compute in step.
         num_in_step = all_groups[0].num_axes_in_step if len(all_groups) == 1 else len(axes)
         self._groups_may_differ = num_in_step < len(axes)
         self._checks_order = config.checks_order
@@ -175,10 +174,10 @@ class StepScheduler:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Wrap all micro-batches of a step but the last.
+        """Wrap all micro-batches of a step except the last.
 
-        After it backward reduces each unit's gradients over the whole sharding group. In a loop
-        that never enters it `sync_grads` does, with the same numbers.
+        In the last, backward reduces each unit's gradients over the whole sharding group. A loop
+        without no_sync leaves that to `sync_grads`, with the same numbers.
         """
         self.is_last_micro_batch = False
         yield
@@ -189,8 +188,8 @@ class StepScheduler:
         self.state = StepState.COLLECTING
         if not unit.is_trained:
             return
-        # On a CPU each lane issues by itself. A comparison that is still on its way has the
-        # communicators of the gradients, on which one rank must not reduce what another compares.
+        # On a CPU each lane issues by itself. A pending comparison uses the gradients'
+        # communicators, where one rank's reduction must not meet another's comparison.
         self._order_check.wait()
         if self.reductions.keep(unit, self.is_last_micro_batch):
             return
@@ -210,15 +209,15 @@ class StepScheduler:
     def barrier_on_kind_change(self, kind: str) -> None:
         """Wait for the ranks that gather together before gathers of another kind begin.
 
-        If one evaluates while others train, gathers of different sizes would meet: gloo ends the
+        If some evaluate while others train, gathers of different sizes would meet: gloo ends the
         process, and NCCL may return anything.
         """
         if kind == self._gathers_for:
             return
         groups = self.units[0].groups
-        # Of one communicator NCCL wants the same operations.
+        # NCCL needs the same operation on all ranks of a communicator.
         if axes := groups.reduce_axes_within(groups.topology.sizes.param):
-            # As the comparison of orders; kept until the sum has been waited for.
+            # Of the order check's dtype; `value` lives until the sum has ended.
             value = torch.zeros(4, dtype=torch.int64, device=self.units[0].device)
             start, ready = partial(all_reduce_steps, value, axes), self.driver.device.record_event()
             after = [self.driver.latest.get(lane) for lane in ("reduce", "grad-sync", "order")]
@@ -227,7 +226,7 @@ class StepScheduler:
         self._gathers_for = kind
 
     def zero_grads(self, number: int | None = None) -> None:
-        """Start a step, or start step `number` again: nothing of the last one is in flight."""
+        """Start a step, or repeat step `number`: nothing of the last one is in flight."""
         self.check_usable()
         self.driver.raise_failure()
         self.sent_check.check_unwritten_at_rest(with_content=not self.driver.device.runs_ahead)
@@ -252,12 +251,12 @@ class StepScheduler:
     def sync_grads(self) -> None:
         """Complete the gradients: their fragments become the sum over all ranks x scale.
 
-        Starts what backward did not start, waits for it, and compares what the ranks submitted.
-        Collective.
+        Starts the reductions that backward did not start, waits for all, and compares the ranks'
+        tasks. Collective.
 
         Raises:
-            OrderMismatch: A rank of the sharding group submitted something else; on every rank of
-                it.
+            OrderMismatch: Ranks of the sharding group submitted different tasks; raised on all of
+                them.
             ConfigurationError: No step of this process has had a backward yet.
         """
         self.check_usable()
@@ -269,8 +268,8 @@ class StepScheduler:
         for unit in self.units:
             if not unit.is_trained:
                 continue
-            # Kept for a micro-batch that did not come; or of a backward through no module (that of
-            # a gradient's norm).
+            # Gradients that were kept for a micro-batch that did not come, or those of a backward
+            # through no module (of a gradient's norm).
             if self.reductions.is_kept(unit) or self.reductions.has_pending(unit):
                 self.reductions.start_reduction(unit)
             if not self.reductions.is_syncing(unit):
@@ -286,10 +285,7 @@ class StepScheduler:
         self.sent_check.send_answers()
 
     def _sync_without_micro_batch(self) -> None:
-        """Do what crosses the groups where ranks that have a micro-batch do it.
-
-        See [Note: no micro-batch].
-        """
+        """Submit the tasks that cross groups, in the order of [Note: no micro-batch]."""
         if (order := self.use_order.last_completed) is None:
             if self._groups_may_differ and any(unit.is_trained for unit in self.units):
                 raise ConfigurationError(
@@ -299,11 +295,10 @@ class StepScheduler:
             return
         self.gathers.rebuild_in_last_order()
         for unit in order:
-            self.reductions.reopen(unit)  # where a micro-batch has several backwards
+            self.reductions.reopen(unit)  # as a second backward of a micro-batch does
             self._complete_grads(unit)
 
     def _agree_on_reached(self) -> set[HZPUnit]:
-        """Return the units that a backward of any rank has reached."""
         mine = self.reductions.reached
         topology = self.units[0].groups.topology
         if topology.sizes.grad == topology.world_size:
@@ -324,13 +319,12 @@ class StepScheduler:
             self.driver.submitted.drain()
             return
         self._order_check.start(self.settings_of_update())
-        # On a device the host would have to wait. Then the next comparison raises, or `settle`,
+        # On a device the host would wait here. There the next comparison raises, or `settle` does
         # before a checkpoint is written.
         if not self.driver.device.runs_ahead:
             self._order_check.finish()
 
     def skip_update(self) -> None:
-        """End a step without an update, in place of the optimizer and `sync_params`."""
         self.early_sends.note_outcome(self.num_begun, did_stand=False)
         self.gathers.cancel_early_sends()
 
@@ -338,8 +332,8 @@ class StepScheduler:
         """Rebuild the parameter shards from main_param, in the background, after the optimizer.
 
         Args:
-            skip_unchanged: Compare early sends with what the update made, and do not send again
-                what is the same ([Note: compared with what was sent]). Collective then.
+            skip_unchanged: Compare early sends with the result of the update, and send only
+                differences again ([Note: compared with what was sent]). Collective then.
         """
         self.driver.timeline.end_computation()
         current = self.sent_check.already_current() if skip_unchanged else []
@@ -347,10 +341,10 @@ class StepScheduler:
         self.sent_check.note_update(current, self.reached if skip_unchanged else None)
         self.gathers.start_syncs(current)
 
-    # ---- what may be done when
+    # ---- checks of the state
 
     def check_between_steps(self, caller: str) -> None:
-        """Raise ConfigurationError if `caller` cannot take or move the states now."""
+        """Raise ConfigurationError if `caller` cannot read or move the states now."""
         self.check_usable()
         if caller == "sleep()" and any(unit.is_seated for unit in self.units):
             raise ConfigurationError(
@@ -364,7 +358,6 @@ class StepScheduler:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a forward came whose gradients are not complete."""
         return self.state is StepState.COLLECTING
 
     @property
@@ -372,7 +365,6 @@ class StepScheduler:
         return self.state is StepState.ASLEEP
 
     def check_usable(self) -> None:
-        """Check that code may compute with the parameters, or change them, now."""
         self.check_awake()
         if self.state is StepState.STREAMING:
             raise ConfigurationError(
@@ -381,7 +373,7 @@ class StepScheduler:
 
     @contextmanager
     def streaming(self) -> Generator[Sequence[HZPUnit]]:
-        """Wrap the taking of whole parameters; yields the units in the order of their use."""
+        """Wrap a stream of whole parameters; yields the units in the order of their use."""
         self.check_usable()
         self.settle()
         self.barrier_on_kind_change("a stream of the weights")
@@ -408,7 +400,6 @@ class StepScheduler:
         self.state = StepState.ASLEEP
 
     def wake_up(self) -> None:
-        """Allocate the memory in flight again: the states are back."""
         self.gathers.arena.allocate()
         self.reductions.arena.allocate()
         self._value_of, self.state = None, self._before_sleep
@@ -419,13 +410,13 @@ class StepScheduler:
             raise ConfigurationError("the sharded model is asleep. Call wake() first.")
 
     def current_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of `tensor`, a state or a view of one: on the host while asleep."""
+        """Return the values of `tensor`, a state or its view: on the host while asleep."""
         return tensor if self._value_of is None else self._value_of(tensor)
 
     # ---- between steps
 
     def settle(self) -> None:
-        """Return when nothing is in flight: states and communicators are free."""
+        """Wait until nothing is in flight: states and communicators are free."""
         self.check_awake()
         self.driver.raise_failure()
         self.sent_check.check_unwritten_at_rest(with_content=True)
@@ -446,7 +437,7 @@ class StepScheduler:
         self.gathers.note_written()
 
     def close(self) -> None:
-        """Finish what is in flight, unless the communication has failed, and end the threads."""
+        """Finish all operations, unless the communication has failed, and end the threads."""
         try:
             if not self.is_asleep:
                 self.settle()
@@ -457,7 +448,6 @@ class StepScheduler:
     # ---- memory
 
     def state_nbytes(self) -> dict[str, int]:
-        """Return the bytes at rest on this rank, by state, over all units."""
         total: Counter[str] = Counter()
         for unit in self.units:
             total.update(unit.state_nbytes())
@@ -466,7 +456,7 @@ class StepScheduler:
     def in_flight_nbytes(self) -> dict[str, int]:
         params, grads = self.gathers.arena.nbytes, self.reductions.arena.nbytes
         if self.budgets.params is not None:
-            params = self.memory.params  # that arena has the memory of all chunks, and what is kept
+            params = self.memory.params  # the arena has all chunks' and kept parameters
         return MemoryInFlight(params, grads, 0).allocated
 
     def num_places_in_use(self) -> int:

@@ -55,7 +55,7 @@ def write_grads(
     Args:
         unit: Of the parameters.
         indices: Those without a gradient are skipped.
-        places: One per parameter. What a layer wrote itself is there already.
+        places: One per parameter. A layer's own gradient is there already.
         written: Indices of places to which the next gradient is added; None: all.
     """
     is_fused = unit.overwrites_main_grads is not None
@@ -91,7 +91,6 @@ def give_grad(param: Any, grad: torch.Tensor) -> None:
 
 
 def given_grad(param: Any) -> torch.Tensor | None:
-    """Return the gradient that was given to an optimizer's parameter, or None."""
     return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
 
 

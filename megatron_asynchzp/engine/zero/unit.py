@@ -46,15 +46,15 @@ class IllegalTransition(RuntimeError):
 
 
 class Fragment:
-    """The part of one parameter that lies in this rank's optimizer shard."""
+    """The part of a parameter that lies in this rank's optimizer shard."""
 
     def __init__(
         self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor, is_away: bool
     ):
         self.index = index  # of the parameter in its unit
         self.held = held  # its row-major elements that lie in the shard
-        self.values = values  # those of main_param, 1-D fp32
-        self.grad = grad  # their place in main_grad, 1-D; see give_grad
+        self.values = values  # these elements of main_param, 1-D fp32
+        self.grad = grad  # and of main_grad, 1-D; see give_grad
         # The optimizer's parameter; it reads as NaN while `values` are on the host.
         nan = torch.tensor(torch.nan, device=grad.device)
         self.param = torch.nn.Parameter(nan.expand(values.shape) if is_away else values)
@@ -64,19 +64,19 @@ class HZPUnit:
     """Parameters that are unsharded, used and resharded together (FSDP's parameter group).
 
         at rest             model_param  [P shard, model dtype]
-                            main_grad    [G shard, fp32, or bf16 where the groups say so]
+                            main_grad    [G shard, fp32, or the groups' main_grad_dtype bf16]
                             main_param   [O shard, fp32], within the other two ranges
         while it computes   + full parameters [padded_numel, model dtype]
         in backward         + full gradients  [padded_numel, fp32]
 
     In an fp32 model main_param is a view of model_param. Untrained parameters have a model_param
-    only. `params` are (name, parameter) in layout order, of one dtype, all trained or none; `shard`
-    is their P shard, 1-D, if they were sharded while the model was built (Construction).
+    only. `params` are (name, parameter) in layout order, of a single dtype, all trained or none;
+    `shard` is their P shard, 1-D, if they were sharded while the model was built (Construction).
     """
 
     # Whether the optimizer states are on the host between two updates (HostStates).
     is_on_host = False
-    # Whether the P shard holds what the last update made of main_param.
+    # Whether the last update has already cast main_param into the P shard.
     shard_is_current = False
 
     def __init__(
@@ -97,16 +97,16 @@ class HZPUnit:
         self.device = self.params[0].device
         self.is_trained = self.params[0].requires_grad
         sizes = groups.topology.sizes
-        # A shard of size 1 is the whole: such parameters are never gathered, and such gradients
-        # go straight into main_grad.
+        # With a shard size of 1 parameters are never gathered, and gradients go straight into
+        # main_grad.
         self.is_always_unsharded, self.reduces_in_place = sizes.param == 1, sizes.grad == 1
         self.layout = FlatLayout.build(
             [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
         )
-        # Keys as strings, which remember their hash. Equal sizes fit the same memory in flight.
+        # A string, because it caches its hash. Units with equal keys share memory in flight.
         self.size_key = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
         self.size_key += f" of {groups.topology.world_size}"
-        # Equal for units whose parameters lie at the same places.
+        # Equal for units whose parameters have the same shapes and offsets.
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.overwrites_main_grads: bool | None = None  # None without fuse_grads
         self.fp8_gather: Fp8Gather | None = None
@@ -153,8 +153,8 @@ class HZPUnit:
             self._point_params_at(self.placeholders)
 
     def _make_placeholders(self) -> list[torch.Tensor]:
-        # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
-        # and computing with it gives NaN instead of a plausible number (law 5).
+        # An expanded NaN has the right shape for AccumulateGrad and parameter groups and takes no
+        # memory, and computing with it gives NaN instead of a plausible number (law 5).
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         self.nan = nan
         of_shape = {piece.shape: nan.expand(piece.shape) for piece in self.layout.slices}
@@ -170,7 +170,6 @@ class HZPUnit:
 
     @cached_property
     def outer_traffic(self) -> OuterTraffic:
-        """Bytes that a step sends outside the parameter shard."""
         topology = self.groups.topology
         itemsizes = self.dtype.itemsize, self.groups.grad_dtype.itemsize
         numel, ranks = self.layout.padded_numel, topology.world_size
@@ -182,7 +181,6 @@ class HZPUnit:
 
     @property
     def is_main_param_away(self) -> bool:
-        """Whether main_param is on the host between two updates."""
         return self.is_on_host and not self.is_main_param_aliased
 
     # ---- parameters
@@ -193,11 +191,10 @@ class HZPUnit:
         return self._full_param is not None
 
     def unshard_steps(self, full: torch.Tensor) -> Steps:
-        """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
         return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
     def unshard_for_layers_steps(self, full: torch.Tensor) -> Steps:
-        """Gather into `full` what layers read, in FP8 where gather_in_fp8 says so."""
+        """Gather the full parameters into `full`, those of gather_in_fp8 in FP8."""
         if self.fp8_gather is None:
             return self.unshard_steps(full)
         shard = self.model_param
@@ -224,11 +221,10 @@ class HZPUnit:
             )
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return the place of each parameter in `full` (1-D, padded_numel), in its shape."""
         return FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full).param_views()
 
     def to_unsharded(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """Make the parameters `views`, views_of(full), of the gathered values in `full`."""
+        """Point the parameters at `views`, which views_of(full) made of the gathered `full`."""
         if self.is_unsharded:
             raise IllegalTransition(f"{self.name}: its parameters are unsharded already")
         self._full_param = full
@@ -236,7 +232,7 @@ class HZPUnit:
         self._point_params_at(views)
 
     def reshard(self) -> None:
-        """Drop the full parameters, if they are unsharded and can be."""
+        """Drop the full parameters, unless they are sharded or always unsharded."""
         if self.is_always_unsharded or not self.is_unsharded:
             return
         self._point_params_at(self.placeholders)
@@ -251,16 +247,14 @@ class HZPUnit:
         return self._full_param
 
     def is_gathered_at(self, pointer: int) -> bool:
-        """Return whether the full parameters lie in the storage at address `pointer`."""
         full = self._full_param
         return full is not None and full.untyped_storage().data_ptr() == pointer
 
     def params_at_rest(self) -> list[torch.Tensor]:
-        """Return the tensors that hold the memory of the parameters between two uses."""
         return [self.model_param.storage, *self.placeholders]
 
     def states(self) -> list[torch.Tensor]:
-        """Return the tensors that a trained unit has on the device besides its parameters."""
+        """Return the device tensors of a trained unit besides its parameters."""
         if not self.is_trained:
             return []
         own = [self.main_grad.storage, *self.marks.bits.values(), *self.sent_record.states()]
@@ -270,7 +264,7 @@ class HZPUnit:
 
     @cached_property
     def whole_grads(self) -> list[torch.Tensor]:
-        """The place of each gradient in main_grad, where that is the whole."""
+        """Views of main_grad for each gradient, if the G shard is the whole."""
         return self.main_grad.param_views()
 
     def fuse_grads(self, overwrites: bool) -> None:
@@ -279,7 +273,7 @@ class HZPUnit:
         [Note: fused gradients] As with Megatron's DDP, a layer of Transformer Engine adds its
         gradient to `param.main_grad` (point_at_places) in backward, sets `grad_added_to_main_grad`
         and gives autograd a dummy. With `overwrite_main_grad`, which layers read in forward, it
-        writes over the place.
+        overwrites.
         """
         if self.overwrites_main_grads is not overwrites:
             self.overwrites_main_grads = overwrites
@@ -288,7 +282,6 @@ class HZPUnit:
                 param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
 
     def in_flight(self, slot_nbytes: int) -> UnitInFlight:
-        """Return what this unit needs in flight; `slot_nbytes`: see ScheduleConfig."""
         need = UnitInFlight.of(
             self.layer,
             self.layout.padded_numel,
@@ -313,8 +306,8 @@ class HZPUnit:
     ) -> Steps:
         """Reduce-scatter a piece of the gradients over the G axes in fp32 and add it to `own`.
 
-        `shards` is memory for it (new_shards). A rank without gradients contributes zeros, so that
-        all ranks issue the same.
+        `shards` is memory for it (new_shards). A rank without gradients contributes zeros, so all
+        ranks issue the same collectives.
         """
         last = yield from _reduce_scatter_steps(
             full, self.groups.grad_reduce, shards, self.groups.grad_dtype
@@ -325,7 +318,7 @@ class HZPUnit:
         """Sum the gradients over the axes from G to O and over the replicas, once per step.
 
         Then the O range of main_grad holds the sum times `scale`, and the rest is meaningless until
-        `zero_grads`. The stream that runs this allocates the memory between.
+        `zero_grads`. Temporary memory is allocated on the stream that runs this.
         """
         shard, groups = self.main_grad.storage, self.groups
         last, shards = None, list[torch.Tensor]()
@@ -351,7 +344,7 @@ class HZPUnit:
         return followed_by(holding(last, *shards), end)
 
     def reopen_grads(self, scale: float) -> None:
-        """Undo sync_grad_steps(scale): the sum counts as what replica 0 has collected."""
+        """Undo sync_grad_steps(scale): the sum becomes replica 0's gradients, others' are 0."""
         own = self.main_grad.view(self.optim_range)
         total = own / scale
         self.main_grad.storage.zero_()
@@ -372,11 +365,9 @@ class HZPUnit:
         return self.main_grad.sub_buffer(self.optim_range).fragment_views()
 
     def main_param_fragments(self) -> list[torch.Tensor]:
-        """Return this rank's optimizer shard of each parameter, as 1-D fp32 views."""
         return self.main_param.fragment_views()
 
     def new_fragments(self) -> "list[Fragment]":
-        """Return a fragment of each parameter of a trained unit, empty ones included."""
         main, is_away = self.main_param, self.is_main_param_away
         return [
             Fragment(index, *main.elements_of(index), grad, is_away)
@@ -384,7 +375,6 @@ class HZPUnit:
         ]
 
     def hold_on_host(self, memory: torch.Tensor) -> None:
-        """Keep the optimizer states on the host from now on; `memory` is for main_param."""
         self.is_on_host = True
         if not self.is_main_param_aliased:
             memory.copy_(self.main_param.storage)
@@ -417,7 +407,7 @@ class HZPUnit:
         return (yield from self.complete_param_steps())
 
     def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
-        """Gather into the P shard what `update` makes of a copy of main_param."""
+        """Update a copy of main_param, and gather it into the P shard."""
         if self.is_main_param_aliased:
             return (yield from self._preview_beside_steps(update))
         copy = self.main_param.storage.clone()
@@ -427,7 +417,7 @@ class HZPUnit:
         return (yield from self.complete_param_steps())
 
     def _preview_beside_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
-        """Do that without a write to this rank's range of the P shard, which is main_param."""
+        """Do that without a write to this rank's range of the P shard, because it is main_param."""
         own = self.optim_range.within(self.model_param.range)
         gathered = torch.empty_like(self.model_param.storage)
         copy = gathered[own.start : own.stop].copy_(self.main_param.storage)
@@ -442,7 +432,6 @@ class HZPUnit:
         return followed_by(last, copy_other_ranges)
 
     def complete_param_steps(self) -> Steps:
-        """Gather the P shard from the ranks' O ranges."""
         own = self.model_param.view(self.optim_range)
         return all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
 

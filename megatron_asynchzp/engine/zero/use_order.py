@@ -10,8 +10,8 @@ from megatron_asynchzp.engine.zero.unit import HZPUnit
 class UseOrder:
     """The orders of this step, and of the last one that had a micro-batch.
 
-    [Note: no micro-batch] A rank whose group has no micro-batch in a step does what crosses groups
-    in the order of the program: the one in which its last step with a micro-batch went.
+    [Note: no micro-batch] A rank whose group has no micro-batch in a step submits what crosses
+    groups in the order of its last step that had one.
     """
 
     def __init__(self, units: Sequence[HZPUnit]):
@@ -28,7 +28,6 @@ class UseOrder:
         self.had_backward = False
 
     def begin_step(self) -> None:
-        """Forget this step's orders: a step begins, or begins again."""
         self._used.clear()
         self._completed, self.had_backward = [], False
 
@@ -40,11 +39,9 @@ class UseOrder:
         self._completed.append(unit)
 
     def record_completed(self) -> None:
-        """Keep the order of this step's gradients for steps without a micro-batch."""
         self.last_completed = self._completed
 
     def record_used(self) -> None:
-        """Keep the order of this step's uses, if it had any."""
         self.last_used = list(self._used or self.last_used)
 
     @property

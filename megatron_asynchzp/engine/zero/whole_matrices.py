@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how matrices that are sharded over the O ranks are brought to an owner each, and back."""
+"""Brings matrices that are sharded over the O ranks to an owner each, and back."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Parameter number `index` of `unit`, of which each rank holds the part in its O range."""
+    """Parameter number `index` of `unit`; each rank holds the part in its O range."""
 
     unit: HZPUnit
     index: int
@@ -93,8 +93,8 @@ class Round:
         owner 0's matrix                 -----------------        -------------
         a  c  b  d       ->              a b   c d          ->    a b c d
 
-    One axis at a time, the outermost first, where the pieces are smallest. Pieces that meet on a
-    rank lie next to each other in the matrix, in the order of the ranks along the axis, because
+    Axes follow each other, the outermost first, where the pieces are smallest. Pieces that meet on
+    a rank lie next to each other in the matrix, in the order of the ranks along the axis, because
     that axis cut them last. So nothing is sorted, and the communicators of the reductions suffice.
 
     Args:
@@ -128,7 +128,6 @@ class Round:
             whole.copy_(held[matrix])
 
     def return_steps(self, wholes: Pieces, pieces: Pieces) -> Steps:
-        """Fill `pieces` from the `wholes` of the owners: gather_steps backwards."""
         held = dict(wholes)
         for hop in reversed(self._hops):
             numels = list(zip(*hop.arriving_numels, strict=True))

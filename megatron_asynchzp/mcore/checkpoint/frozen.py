@@ -18,7 +18,6 @@ from megatron_asynchzp.mcore.checkpoint.shards import FROZEN_KEY, SHARDS_KEY
 
 
 def is_trained_only(saved: Any) -> bool:
-    """Return whether a checkpoint with these arguments (None: none) has trained tensors alone."""
     return bool(getattr(saved, "asynchzp_save_trained_only", False))
 
 
@@ -28,13 +27,11 @@ def is_partly_frozen(state: Any) -> bool:
 
 
 def drop_frozen(state: Any) -> None:
-    """Remove the frozen tensors from a state dict to be saved."""
     for chunk in _chunks(state):
         chunk.pop(FROZEN_KEY, None)
 
 
 def keep_frozen(state: Any) -> None:
-    """Let frozen tensors keep their values in a load."""
     for chunk in _chunks(state):
         _keep(chunk.get(FROZEN_KEY, {}), ())
 
@@ -48,14 +45,13 @@ def keep_new(state: Any, there: Collection[str]) -> set[str]:
     for chunk in _chunks(state):
         if FROZEN_KEY in chunk:
             new |= _keep(chunk.get(SHARDS_KEY, {}), there)
-            for name, entry in chunk.items():  # what their modules keep beside them
+            for name, entry in chunk.items():  # their modules' other states
                 if isinstance(entry, ShardedObject) and entry.unique_key not in there:
                     chunk[name] = LocalNonpersistentObject(entry.data)
     return new
 
 
 def _chunks(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the model chunks of a sharded state dict (model, model0, ...)."""
     for key, part in state.items():
         if str(key).startswith("model") and isinstance(part, dict):
             yield part

@@ -126,7 +126,6 @@ def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choi
 
 
 def _save_of(choice: Choice) -> str | None:
-    """Return the folder of the run that saved it; None if it keeps no arguments."""
     save = getattr(_saved_args(choice), "save", None)
     return save and os.path.abspath(save)
 
@@ -155,7 +154,6 @@ def _find_local(
 
 
 def _saved_args(choice: Choice) -> Any:
-    """Return the arguments of the run that saved it; None if it keeps none."""
     try:
         return read_common_state(choice.folder).get("args")
     except FileNotFoundError:

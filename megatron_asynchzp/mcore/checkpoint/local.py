@@ -112,7 +112,6 @@ def _reason_against(
     shared: int,
     peers: Peers,
 ) -> str | None:
-    """Return why a local checkpoint is not loaded; None if it is. Collective."""
     if iteration < shared:
         return f"that of iteration {shared} on shared storage is newer"
     mine = partial(_first_difference, args, place, iteration)

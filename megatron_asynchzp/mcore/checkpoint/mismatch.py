@@ -45,7 +45,6 @@ class Facts(NamedTuple):
 
 
 def read_facts(iteration_dir: str, peers: Peers) -> Facts:
-    """Read the facts on the first rank, for all. Collective."""
     return on_first(peers, lambda: _read_facts(iteration_dir))
 
 
@@ -131,7 +130,6 @@ def _explain_state(kind: str, detail: str, args: Namespace, saved: Any, shapes: 
 def _find_unread(
     args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
 ) -> str | None:
-    """Find a differing argument whose tensors the run does not use."""
     if not (names := differing(saved, args)):
         return None
     mine = {entry.key for entry in wanted}
@@ -149,7 +147,6 @@ def _find_unread(
 
 
 def wanted_tensors(sharded_state_dict: Any) -> Iterable[ShardedTensor]:
-    """Yield the entries of a sharded state dict, those of factories included."""
     for value in nested_values(sharded_state_dict):
         if isinstance(value, ShardedTensorFactory):
             yield from wanted_tensors({"built": value.build()})

@@ -202,7 +202,6 @@ class OptimizerCheckpoint:
 
     @staticmethod
     def grad_records_in(state_dict: Mapping) -> Sequence[Sequence[str]]:
-        """Return the records that were read; none without a budget, or of stock Megatron."""
         return _forms(state_dict)[0].get(_RECORDS_KEY, ())
 
     def _load_groups(self, saved: Sequence[dict]) -> None:
@@ -287,7 +286,7 @@ def _partner(
             )
         return same[0]
     if rule is ScheduleRule.OF_RUN and len({_settings(candidate) for candidate in theirs}) == 1:
-        return theirs[0]  # of which no schedule is taken
+        return theirs[0]  # no schedule is taken from it
     if all("default_config" in candidate for candidate in (*mine, *theirs)):
         is_default = group["default_config"]
         mine, theirs = ([g for g in s if g["default_config"] == is_default] for s in (mine, theirs))

@@ -105,7 +105,6 @@ def guard_save(
 
 
 def guard_finalizing(finalize: Callable[[], Any], saves: SaveLog) -> Any:
-    """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
     with _naming_save(saves, None) if saves.pending else nullcontext():
         return finalize()
 
@@ -132,7 +131,6 @@ class _WriterLog(logging.Handler):
 
 @contextmanager
 def _explaining(saves: SaveLog, iteration_dir: Path | str) -> Iterator[None]:
-    """Raise SaveError for a failed write, and CollectiveFailure for a collective."""
     writer = _WriterLog()
     logging.getLogger(_WRITER).addHandler(writer)
     try:

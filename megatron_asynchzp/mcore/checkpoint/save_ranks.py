@@ -39,7 +39,6 @@ def is_read_here(unit: HZPUnit) -> bool:
 
 
 def broadcast_to_replicas(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
-    """Broadcast a unit's states from its first replica to the others. Collective over them."""
     for tensor in tensors:
         on_device = tensor.to(unit.device)  # from the host, where it is held there
         for axis in unit.groups.replica_sync:
@@ -84,7 +83,6 @@ class Held(NamedTuple):
 
 
 def held_part(unit: HZPUnit, index: int, values: torch.Tensor) -> Held:
-    """Describe `values`, the elements of parameter `index` in this rank's optimizer shard."""
     part = unit.layout.slices[index].range.intersect(unit.optim_range)
     return Held(index, part, values, unit.groups.topology.replica_index)
 
@@ -248,7 +246,6 @@ def _exchange_pieces(
     axis: AxisGroup,
     factor: int,
 ) -> None:
-    """Exchange pieces by an all-to-all. runs: of the pieces."""
     device, coordinate = runs[0].unit.device, axis.axis.coordinate
     first = coordinate // factor * factor
     order = sorted(range(len(pieces)), key=lambda index: runs[index].turn % factor)

@@ -229,7 +229,6 @@ class ChunkCheckpoint:
                 yield from run.shards(held.values, part, held.replica, prefix)
 
     def as_state(self, shards: Sequence[ShardedTensor], key: str = SHARDS_KEY) -> dict[str, Any]:
-        """Return `shards` as a part of a state dict, under `key`; empty without shards."""
         own = torch.clone if self._snapshots else _with_own_storage
         shards = [replace(shard, data=own(shard.data)) for shard in shards]  # pyright: ignore[reportArgumentType]
         return {key: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
@@ -276,7 +275,6 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(asked: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors that were loaded elsewhere. Raises ConfigurationError if one was not loaded."""
     if lacking := len(asked.keys() - loaded.keys()):
         raise ConfigurationError(
             f"the checkpoint lacks {lacking} of {len(asked)} shards; loading a part is not "

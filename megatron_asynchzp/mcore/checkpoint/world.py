@@ -28,12 +28,10 @@ class WorldPeers(Peers):
 
 
 def peers_of_job() -> Peers:
-    """Return all ranks, or this process if it is alone."""
     return WorldPeers() if dist.is_initialized() else Peers()
 
 
 def log(lines: Iterable[str | None], peers: Peers) -> None:
-    """Print the lines once, with the name of this package."""
     for line in lines:
         if line is not None and peers.rank == 0:
             print(f"megatron_asynchzp: {line}", flush=True)

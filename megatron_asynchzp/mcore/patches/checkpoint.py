@@ -22,7 +22,6 @@ def _saves() -> SaveLog:
 
 
 def _arguments(function: Callable, args: Any, options: Any) -> dict[str, Any]:
-    """Return the arguments of a call of `function` by name, with its defaults."""
     given = signature(function).bind(*args, **options)
     given.apply_defaults()
     return given.arguments
@@ -278,7 +277,7 @@ def validate_sharding_integrity(
         from megatron_asynchzp.mcore.checkpoint.agreement import Agreed
 
         if isinstance(global_metadata, Agreed):
-            global_metadata = []  # what is left is the comparison of what is common to all ranks
+            global_metadata = []  # only the common parts are compared then
     return original(global_metadata, common_state_dict)
 
 

@@ -65,8 +65,6 @@ class Patch:
         return not self.last or Version.of(version) <= Version.of(self.last)
 
     def make(self, original: Callable) -> Callable:
-        """Return the replacement of `original`, which it keeps as `__wrapped__`."""
-
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return self.call(original, *args, **kwargs)
@@ -85,7 +83,6 @@ def replaces(
 
 
 def found_version() -> str:
-    """Return megatron-core's version. Raises ConfigurationError if it is missing or too old."""
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:

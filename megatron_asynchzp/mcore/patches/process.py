@@ -59,7 +59,7 @@ def print_rank_last(original: Callable, message: Any) -> None:
     drop_when="the formula asks the wrapper",
 )
 def report_theoretical_memory(original: Callable, *args: Any, **options: Any) -> Any:
-    # The start table has printed what is held, by formula and as allocated.
+    # The start table has printed the states, by formula and as allocated.
     return original(*args, **options) if run_args() is None else None
 
 

@@ -76,7 +76,6 @@ def obey_sigterm() -> None:
 
 
 def _leave_for_torchrun(line: str) -> None:
-    """Write a rank's error in the file and form of torch.distributed.elastic."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -55,7 +55,6 @@ def constructing(
 
 
 def current_construction() -> Construction | None:
-    """Return the construction of the model being built, if it is built in shards."""
     return _CONSTRUCTION.get()
 
 
@@ -71,7 +70,7 @@ def _note_registered(parent: nn.Module, name: str, module: nn.Module | None) -> 
     construction = _CONSTRUCTION.get()
     if construction is None or module is None or name not in EDGES or not is_language_model(parent):
         return
-    # A tied embedding is a unit without the positions beside it.
+    # A tied embedding is a unit without its positions.
     words: Any = getattr(module, "word_embeddings", None)
     is_tied = getattr(parent, "share_embeddings_and_output_weights", False)
     alone = {words.weight} if is_tied and words is not None else ()

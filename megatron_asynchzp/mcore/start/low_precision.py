@@ -28,7 +28,6 @@ _ANSWERS = {
 
 
 def refuse_missing_te(args: Namespace) -> None:
-    """Raise ConfigurationError if this machine lacks what FP8, FP4 or CUDA graphs need."""
     if args.fp8:
         recipe, flags = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
     elif args.fp4:
@@ -74,7 +73,6 @@ def kept_nbytes(module: nn.Module, config: Any) -> int:
 
 
 def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
-    """Yield Transformer Engine's layers with weights if the model computes in FP8 or FP4."""
     if config.fp8 or config.fp4:
         yield from (layer for layer in module.modules() if hasattr(layer, "_fp8_workspaces"))
 

@@ -75,7 +75,6 @@ def communication_device(group: dist.ProcessGroup) -> torch.device:
 def broadcast_from_first_rank(
     param: torch.nn.Parameter, pg_collection: ProcessGroupCollection
 ) -> None:
-    """Give all ranks of the parameter's sharding group the first one's values. Collective."""
     is_dense = sharding_group_key(param) == "dense"
     group = pg_collection.dp_cp if is_dense else pg_collection.expt_dp
     values = param.data.to(communication_device(group))

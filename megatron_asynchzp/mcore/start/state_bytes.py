@@ -43,7 +43,6 @@ def state_nbytes_by_formula(
 def state_nbytes_allocated(
     units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
 ) -> dict[str, int]:
-    """Return the bytes of this rank's persistent buffers, and of its future moments."""
     of_units: list[tuple[dict[str, float], bool]] = []
     for unit in units:
         allocated = {**unit.state_nbytes(), "optimizer_moments": 0}

@@ -134,13 +134,11 @@ class Communication:
         return records
 
     def expect_grads(self, records: Sequence[Sequence[str]], pipeline: dist.ProcessGroup) -> None:
-        """Restore the grad_records of a checkpoint, unless they are of another pipeline."""
         if len(records) == pipeline.size():
             units = [unit for runtime in self.runtimes for unit in runtime.units]
             self.budgets.expect_grads(records[pipeline.rank()], units)
 
     def describe_position(self) -> str:
-        """Say where training is, for an error that Megatron or the script raised."""
         step = self.driver.step
         if step == 0:
             return "before the first step"

@@ -23,7 +23,6 @@ GRAD_NORM_GROUPS: tuple[str, ...] = getattr(_optimizer, "SEPARATE_GRAD_NORM_GROU
 
 
 def copy_optimizer_param_metadata(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the attributes of a parameter that Megatron's optimizers read."""
     stock = getattr(_optimizer, "copy_optimizer_param_metadata", None)
     if stock is not None:
         stock(to, source)
@@ -54,7 +53,6 @@ def count_zeros(
     expert_tp_group: Any,
     use_decoupled_grad: bool = False,
 ) -> float:
-    """Count the zeros in the gradients of those of `params` that are counted once."""
     return _without_unknown(
         count_zeros_fp32,
         [*params],

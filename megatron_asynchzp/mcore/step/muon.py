@@ -65,7 +65,6 @@ class ShardedMuon(TensorParallelMuon):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """Update the fragments. Collective over the O ranks of every sharding group."""
         group_of: dict[torch.nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
             self._init_group(group)
@@ -92,7 +91,6 @@ class ShardedMuon(TensorParallelMuon):
         return exchange
 
     def _direction(self, matrix: Matrix, group_of: _Groups) -> torch.Tensor:
-        """Return this rank's part of the momentum, or of Nesterov's, to be orthogonalised."""
         fragment: Any = self._fragment_of.get(matrix)
         if fragment is None:
             return torch.empty(0, device=matrix.unit.device)
@@ -102,7 +100,6 @@ class ShardedMuon(TensorParallelMuon):
         return momentum.clone()
 
     def _orthogonalize(self, exchange: "_Exchange") -> None:
-        """Orthogonalise the matrices that this rank owns, and begin to send them back."""
         from emerging_optimizers.utils import fp32_matmul_precision
 
         exchange.wait()
@@ -144,7 +141,6 @@ class _Exchange:
         self._task = self._driver.submit(task)
 
     def wait(self) -> None:
-        """Let the compute stream wait for the last exchange."""
         self._task.wait()
 
 
@@ -176,7 +172,6 @@ def _matrices_of(chunk: AsyncHZPDataParallel) -> Iterator[Matrix]:
 
 
 def _mark_matrices(chunk: AsyncHZPDataParallel) -> None:
-    """Set the attributes that Megatron's Muon reads on QKV projections and on experts."""
     qkv_split_shapes = _get_qkv_split_shapes(chunk.config)
     for name, param in chunk.named_parameters():
         marked: Any = param

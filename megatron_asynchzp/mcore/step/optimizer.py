@@ -109,7 +109,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._use_fused_steps()
 
     def _moments_of(self, unit: HZPUnit) -> list[torch.Tensor]:
-        """List the states of a unit's elements, in the same order on all their ranks."""
         moments: list[torch.Tensor] = []
         for fragment in self._parameters.by_unit[unit]:
             for optimizer in self._optimizers:

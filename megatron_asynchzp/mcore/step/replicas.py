@@ -97,7 +97,6 @@ def _differing(
 
 
 def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
-    """Name the ranks that differ from the majority, or all of them if there is none."""
     (usual, count), *others = Counter(hashes).most_common()
     if count > max(number for _, number in others):
         odd = sorted(rank for rank, value in zip(ranks, hashes) if value != usual)

@@ -17,7 +17,7 @@ from megatron_asynchzp.engine.zero.taken_grads import given_grad
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.run.settings import MomentDtypes
 
-# Elements that are computed in fp32 at once: what a step takes beside the states is 8 bytes each.
+# Elements that are computed in fp32 at once: a step takes 8 further bytes for each.
 _CHUNK = 1 << 20
 
 

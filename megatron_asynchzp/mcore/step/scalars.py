@@ -9,7 +9,6 @@ from megatron_asynchzp.planner.memory import MomentBytes
 
 
 def write_scalars(communication: Communication, report: CommReport) -> None:
-    """Write the tags of `scalars_of`; does nothing on ranks without a writer."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -111,8 +111,6 @@ def _join(node: Any, part: ManualRegion) -> None:
 
 
 class _Completion:
-    """The last computation of late weight gradients."""
-
     def __init__(self, part: ManualRegion):
         self.backward_dw = part.complete
 

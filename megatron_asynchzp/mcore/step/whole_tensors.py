@@ -42,7 +42,6 @@ def norm_of_params(runtimes: Sequence[HZPRuntime], in_model_dtype: bool) -> floa
 
 
 def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
-    """Return this rank's O range of each parameter: 1-D."""
     if not unit.is_trained:
         return unit.model_param.sub_buffer(unit.optim_range).fragment_views()
     # Not from model_param, which the lanes may be rebuilding: rounding gives the same numbers.
