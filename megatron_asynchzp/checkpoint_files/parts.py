@@ -36,8 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItemType
 
+from megatron_asynchzp.engine.sharding.value_hash import value_hash
 from megatron_asynchzp.errors import ConfigurationError
 
 # Fewer candidates are compared one by one.
@@ -220,15 +221,50 @@ def check_plan(
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's planner of saves, in n log n of a model's parts instead of their square."""
+    """torch's planner of saves, in n log n of a model's parts instead of their square.
+
+    It refuses a tensor that differs between ranks: the checkpoint would have one rank's for all.
+    """
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        names = (it.index.fqn for it in self.plan.items if it.type == WriteItemType.TENSOR)
+        words = {name: _describe(self.state_dict[name]) for name in names}
+        compared = {name: each for name, each in words.items() if each is not None}
+        # A plan that is equal to a cached one says nothing of values.
+        return replace(self.plan if compared else plan, planner_data=(self.mappings, compared))
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _refuse_differences([plan.planner_data[1] for plan in all_plans])
+        all_plans = [replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
         plans, index = create_default_global_save_plan(self._dedup_save_plans(all_plans))
         if self.flatten_state_dict:
             names = dict(ChainMap(*(plan.planner_data for plan in plans)))  # as torch does
             index = replace(index, planner_data=names)
         check_plan(lambda *_: [], plans, index)
         return plans, index
+
+
+def _describe(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return what all ranks have to agree on; None for numbers and integers, often a rank's own."""
+    if not tensor.dim() or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return None
+    return tuple(tensor.shape), tensor.dtype, int(value_hash([tensor], tensor.device))
+
+
+def _refuse_differences(all_tensors: Sequence[dict[str, tuple[Any, ...]]]) -> None:
+    first: dict[str, tuple[int, tuple[Any, ...]]] = {}
+    for rank, tensors in enumerate(all_tensors):
+        for name, words in tensors.items():
+            known, expected = first.setdefault(name, (rank, words))
+            if words != expected:
+                kind = "values" if words[:2] == expected[:2] else "a shape or dtype"
+                raise ConfigurationError(
+                    f"{name} has other {kind} on rank {rank} than on rank {known}, and a "
+                    "checkpoint would have one rank's alone. Save parts of parameters with "
+                    'sharded.state_dict(extra={"ema": {name: tensor}}), and other tensors of a '
+                    "rank under a name with its rank."
+                )
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -19,6 +19,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.parts import (
     Origin,
     ShardTensor,
+    change_class,
     first_origin,
     plain,
     without_torch_function,
@@ -245,7 +246,7 @@ def whole_shapes(shapes: Mapping[nn.Parameter, Sequence[int]]) -> Iterator[None]
     made: list[weakref.ref[WholeShaped]] = []
     for param, shape in shapes.items():
         one: Any = param
-        one.__class__ = WholeShaped  # in place: the optimizer keeps these objects
+        change_class(param, WholeShaped)
         one.whole, one.made = torch.empty(tuple(shape), device="meta"), made
     try:
         with _WithCopies():
@@ -253,5 +254,5 @@ def whole_shapes(shapes: Mapping[nn.Parameter, Sequence[int]]) -> Iterator[None]
     finally:
         kept = [one for ref in made if (one := ref()) is not None]
         for one in (*shapes, *kept):
-            one.__class__ = nn.Parameter if one in shapes else torch.Tensor
+            change_class(one, nn.Parameter if one in shapes else torch.Tensor)
             del one.whole, one.made

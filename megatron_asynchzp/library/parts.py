@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors computed from a rank's part of a parameter: copies, averages, gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Self, cast
 
 import torch
+from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 without_torch_function = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
 
@@ -20,10 +22,9 @@ class Origin(NamedTuple):
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor computed from a rank's part of a parameter; so is all that is computed from it.
+    """A tensor computed from a rank's part of a parameter, or that a function wrote one to.
 
-    torch.distributed.checkpoint would take a plain tensor for the same one on all ranks, save the
-    first rank's and load it everywhere. It refuses a ShardTensor.
+    torch.distributed.checkpoint would save the first rank's for all ranks, and refuses it.
     """
 
     origin: Origin
@@ -50,9 +51,17 @@ class ShardTensor(torch.Tensor):
         with without_torch_function():
             if func is torch.Tensor.__deepcopy__:
                 return cls.of(func(plain(args[0]), *args[1:]), cast("Origin", origin))
+            versions = [
+                (tensor, tensor._version)
+                for tensor in _tensors_among(args, kwargs)
+                if type(tensor) in _PLAIN and not tensor.is_inference()
+            ]
             result = func(*args, **kwargs)
-        if origin is None:
-            return result
+            if origin is None:
+                return result
+            for tensor, version in versions:
+                if tensor._version != version:
+                    _note_origin(tensor, origin)
         if isinstance(result, (list, tuple)):
             items = cast("list[Any]", result)
             parts: list[Any] = [cls._derived(item, args, origin) for item in items]
@@ -75,13 +84,31 @@ class ShardTensor(torch.Tensor):
         self.__create_write_items__("a tensor", None)
 
 
-def first_origin(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Return the origin of the first tensor among the arguments of a function that has one."""
+def _tensors_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     for value in (*args, *kwargs.values()):
         for item in cast("list[Any]", value) if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, torch.Tensor) and (origin := getattr(item, "origin", None)):
-                return origin
-    return None
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
+def first_origin(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Origin | None:
+    """Return the origin of the first tensor among the arguments of a function that has one."""
+    origins = (getattr(tensor, "origin", None) for tensor in _tensors_among(args, kwargs))
+    return next((origin for origin in origins if origin), None)
+
+
+def change_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Change the class of a tensor that a caller keeps."""
+    cast("Any", tensor).__class__ = kind
+
+
+def _note_origin(tensor: torch.Tensor, origin: Origin) -> None:
+    """Make `tensor`, and the tensor that it is a view of, ShardTensors."""
+    for written in (tensor, tensor._base):
+        if type(written) in _PLAIN and written.dim():
+            marked: Any = written
+            marked.origin, marked._is_param = origin, isinstance(written, nn.Parameter)
+            change_class(written, ShardTensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

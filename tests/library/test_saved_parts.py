@@ -5,6 +5,7 @@ can load it; saved in another way it is refused by name."""
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 
-from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, SavePlanner, ShardedModel, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
 from tests.support.loops import assert_refused, new_adamw, optimizer_params
 
@@ -170,6 +171,92 @@ def check_refusals(folder: Path) -> None:
 
 def test_parts_that_a_checkpoint_would_take_for_what_all_ranks_have_are_refused(tmp_path):
     run_ranks(check_refusals, 2, tmp_path)
+
+
+def as_tensors(params: dict[str, nn.Parameter]) -> Any:
+    shadows = {name: torch.zeros(param.shape) for name, param in params.items()}
+    return lerp(shadows, params)
+
+
+def as_a_list(params: dict[str, nn.Parameter]) -> Any:
+    shadows = [torch.zeros(param.shape) for param in params.values()]
+    torch._foreach_copy_(shadows, [param.grad for param in params.values()])
+    return shadows
+
+
+def as_one_tensor(params: dict[str, nn.Parameter]) -> Any:
+    flat = torch.zeros(sum(param.numel() for param in params.values()))
+    views = flat.split([param.numel() for param in params.values()])
+    for view, param in zip(views, params.values(), strict=True):
+        view.copy_(param.detach())
+    return flat
+
+
+def as_outputs(params: dict[str, nn.Parameter]) -> Any:
+    flat = torch.zeros(sum(param.numel() for param in params.values()))
+    return torch.cat([param.detach() for param in params.values()], out=flat)
+
+
+def as_a_module(params: dict[str, nn.Parameter]) -> Any:
+    module = nn.ParameterDict(
+        {f"p{index}": torch.zeros(param.shape) for index, param in enumerate(params.values())}
+    )
+    with torch.no_grad():
+        for shadow, param in zip(module.values(), params.values(), strict=True):
+            shadow.add_(param)
+    return module.state_dict()
+
+
+def as_data(params: dict[str, nn.Parameter]) -> Any:
+    shadows = {name: torch.zeros(param.shape) for name, param in params.items()}
+    for name, param in params.items():
+        shadows[name].data.add_(param.detach())
+    return shadows
+
+
+def as_arrays(params: dict[str, nn.Parameter]) -> Any:
+    return {name: torch.tensor(param.tolist()) for name, param in params.items()}
+
+
+def check_made_without_params(folder: Path) -> None:
+    with new_sharded((2, 2, 2)) as sharded:
+        backward(sharded.model)
+        made = (as_tensors, as_a_list, as_one_tensor, as_outputs, as_a_module)
+        # What no function of torch writes from a part has other values, which a planner can see.
+        for make in (*made, as_data, as_arrays):
+            planners = [SavePlanner(enable_plan_caching=True)]
+            for planner in [*planners, None] if make in made else planners:
+                state = {**sharded.state_dict(), "ema": make(named(sharded))}
+                with pytest.raises(checkpoint.CheckpointException) as caught:
+                    checkpoint.save(state, checkpoint_id=folder / "refused", planner=planner)
+                for error, _ in caught.value.failures.values():
+                    assert isinstance(error, ConfigurationError) and "\n" not in str(error)
+                    assert "ema" in str(error) and "state_dict(extra=" in str(error), make
+
+
+def check_values_of_ranks(folder: Path) -> None:
+    """A plan that is kept from the save before says nothing of values."""
+    rank = torch.distributed.get_rank()
+    for index, values in enumerate((torch.ones(5), torch.ones(5) + rank)):
+        state = {"loss": torch.tensor(1.0 + rank), "flags": torch.tensor([rank]), "x": values}
+        planner = SavePlanner(enable_plan_caching=True)
+        with (
+            nullcontext()
+            if index == 0
+            else pytest.raises(
+                checkpoint.CheckpointException, match="x has other values on rank 1 than on rank 0"
+            )
+        ):
+            checkpoint.save(state, checkpoint_id=folder / str(index), planner=planner)
+
+
+def check_both(folder: Path) -> None:
+    check_values_of_ranks(folder)
+    check_made_without_params(folder)
+
+
+def test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well(tmp_path):
+    run_ranks(check_both, 2, tmp_path)
 
 
 def check_early_states(folder: Path) -> None:

@@ -252,4 +252,48 @@ MUTANTS = [
         "tests/test_changed_behind.py::"
         "test_values_that_are_written_after_the_step_are_refused_at_their_next_use",
     ),
+    Mutant(
+        "written-part-is-plain",
+        "a tensor that a rank's part is written to is no tensor of all ranks",
+        "library/parts.py",
+        "if tensor._version != version:",
+        "if False:",
+        (
+            "tests/library/test_saved_parts.py::"
+            "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
+        ),
+    ),
+    Mutant(
+        "written-view-is-alone",
+        "neither is the tensor that it is a view of",
+        "library/parts.py",
+        "(tensor, tensor._base)",
+        "(tensor,)",
+        (
+            "tests/library/test_saved_parts.py::"
+            "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
+        ),
+    ),
+    Mutant(
+        "values-of-ranks-not-compared",
+        "a checkpoint drops no values of a rank in silence",
+        "checkpoint_files/parts.py",
+        "if words != expected:",
+        "if words[:2] != expected[:2]:",
+        (
+            "tests/library/test_saved_parts.py::"
+            "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
+        ),
+    ),
+    Mutant(
+        "cached-plan-hides-values",
+        "a plan that is kept says nothing of values",
+        "checkpoint_files/parts.py",
+        "self.plan if compared else plan",
+        "plan",
+        (
+            "tests/library/test_saved_parts.py::"
+            "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
+        ),
+    ),
 ]
