@@ -5,6 +5,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -16,23 +17,65 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.engine.comm.agreement import (
+    Description,
     check_same_settings,
+    describe,
     hash_of_text,
     is_same_everywhere,
-    optimizer_settings,
     process_settings,
     text_of,
 )
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.topology import ShardSizes
-from megatron_asynchzp.engine.sharding.value_hash import value_hash
+from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.engine.zero.guard import SHARDED_AS
+from megatron_asynchzp.engine.zero.params import refuse_params, refuse_shared_memory, refuse_views
 from megatron_asynchzp.errors import ConfigurationError
 
 _REPLICATING = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _GRAPHS, _GRAPHED = ("CUDAGraph", "NPUGraph"), "make_graphed_callables"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _OPTIMIZER = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCall:
+    """The checked arguments of `shard`, except the model and its units."""
+
+    topology: ShardTopology
+    new_optimizer: Callable[..., Any]
+    group: dist.ProcessGroup
+    schedule: ScheduleConfig
+    param_dtype: torch.dtype | None
+    casts_inputs: bool
+    device: torch.device  # of a model that is on the meta device
+    offload: float
+
+
+def checked_call(
+    sizes: Any = None,
+    optimizer: Any = None,
+    group: Any = None,
+    schedule: Any = ScheduleConfig(),
+    param_dtype: Any = None,
+    cast_forward_inputs: Any = True,
+    device: Any = None,
+    offload: Any = 0.0,
+) -> ShardCall:
+    """Check what one rank knows without the model."""
+    new_optimizer = checked_optimizer(optimizer)
+    group = checked_group(group)
+    if isinstance(sizes, DeviceMesh):
+        sizes = sizes_of_mesh(sizes)
+    ranks = dist.get_process_group_ranks(group)
+    sizes = default_sizes(len(ranks)) if sizes is None else sizes
+    refuse_arguments(sizes, schedule, offload, cast_forward_inputs, param_dtype)
+    topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    of_rank = torch.device(device), float(offload)
+    return ShardCall(
+        topology, new_optimizer, group, schedule, param_dtype, cast_forward_inputs, *of_rank
+    )
 
 
 def checked_group(group: Any) -> dist.ProcessGroup:
@@ -75,7 +118,7 @@ def default_sizes(num_ranks: int) -> ShardSizes:
 
 
 def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
-    """`units`, which are to be modules within `model` that are called."""
+    """Return the modules of `units`, or the default ones, which are within `model` and called."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; it is to be an nn.Module")
     if isinstance(units, nn.Module) and not isinstance(units, Iterable):
@@ -84,7 +127,7 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
         )
     paths = {module: path for path, module in model.named_modules()}
     checked: list[nn.Module] = []
-    for unit in units:
+    for unit in default_units(model) if units is None else units:
         if not isinstance(unit, nn.Module):
             found = unit.__name__ if isinstance(unit, type) else repr(unit)
             raise ConfigurationError(
@@ -103,10 +146,13 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
             )
         if unit not in checked:
             checked.append(unit)
+    refuse_sharded(model)
     return checked
 
 
-def refuse_arguments(sizes: Any, schedule: Any, offload: Any, casts_inputs: Any) -> None:
+def refuse_arguments(
+    sizes: Any, schedule: Any, offload: Any, casts_inputs: Any, param_dtype: Any
+) -> None:
     """Refuse arguments of another kind than `shard` takes."""
     is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
     for name, value, is_allowed, allowed in (
@@ -129,20 +175,19 @@ def refuse_arguments(sizes: Any, schedule: Any, offload: Any, casts_inputs: Any)
             "the part of the optimizer states that is on the host, from 0 to 1",
         ),
         ("cast_forward_inputs", casts_inputs, isinstance(casts_inputs, bool), "True or False"),
+        (
+            "param_dtype",
+            param_dtype,
+            param_dtype in (None, torch.bfloat16, torch.float16),
+            "torch.bfloat16, torch.float16, or None for the dtypes that the model has",
+        ),
     ):
         if not is_allowed:
             raise ConfigurationError(f"{name} is {value!r}; it is to be {allowed}")
 
 
-def refuse_param_dtype(dtype: Any, model: nn.Module) -> None:
-    """Raise ConfigurationError for a dtype in which no fp32 model computes."""
-    if dtype is None:
-        return
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigurationError(
-            f"param_dtype is {dtype!r}; it is to be torch.bfloat16, torch.float16, or None for the "
-            "dtypes that the model has"
-        )
+def _refuse_casts(model: nn.Module) -> None:
+    """Refuse param_dtype for a model without fp32 values."""
     for name, param in model.named_parameters():
         if param.is_meta:
             raise ConfigurationError(
@@ -207,46 +252,7 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-_ALIKE = "call shard with the same arguments on every rank of the group"
-
-
-def refuse_other_arguments(
-    model: nn.Module,
-    units: Iterable[nn.Module],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    sizes: ShardSizes,
-    schedule: ScheduleConfig,
-    param_dtype: torch.dtype | None,
-    cast_forward_inputs: bool,
-    offload: float,
-) -> None:
-    """Refuse calls of `shard` that differ between the ranks of `group`. Collective."""
-    paths = {module: path for path, module in model.named_modules()}
-    found = {"sizes": text_of(sizes), "param_dtype": text_of(param_dtype)}
-    found["cast_forward_inputs"] = text_of(cast_forward_inputs)
-    found["offload"] = text_of(float(offload))
-    found |= {f"schedule.{name}": text_of(value) for name, value in vars(schedule).items()}
-    found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
-    is_meta = any(param.is_meta for param in model.parameters())
-    found["the model's device"] = "meta" if is_meta else device.type
-    check_same_settings(found | process_settings(), group, device, _ALIKE)
-
-
-def refuse_other_optimizers(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """As refuse_other_arguments, for the optimizer that was made. names: of its parameters."""
-    found = {"optimizer": type(optimizer).__qualname__}
-    found |= optimizer_settings(optimizer.param_groups)
-    for index, settings in enumerate(optimizer.param_groups):
-        for param in settings["params"]:
-            found[f"the optimizer's group of {names.get(param, 'nothing')}"] = str(index)
-    check_same_settings(found, group, device, _ALIKE)
+ALIKE = "call shard with the same arguments on every rank of the group"
 
 
 def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
@@ -261,39 +267,48 @@ def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
     return ShardSizes(size, size, size)
 
 
-Description = tuple[str, int]
-"""What is to be equal of a tensor on all ranks, in words, and a hash of its values."""
-
-
 @torch.no_grad()
-def refuse_different_models(
+def check_model(
     model: nn.Module,
-    group: dist.ProcessGroup,
+    units: Iterable[nn.Module],
+    call: ShardCall,
     known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
 ) -> None:
-    """Refuse models that differ between the ranks of `group`. Collective.
+    """Refuse a model that cannot be sharded, and calls that differ between ranks. Collective.
 
-    Args:
-        model: Its parameters and buffers need the same names, shapes, dtypes and values.
-        group: The ranks that are compared.
-        known: Descriptions of parameters that this rank has only a part of.
+    known: Descriptions of parameters that this rank has only a part of.
     """
+    is_meta = any(param.is_meta for param in model.parameters())
+    if not known:
+        if call.param_dtype is not None:
+            _refuse_casts(model)
+        refuse_params(model, allows_meta=True)
+        if not is_meta:
+            refuse_shared_memory(model)
+        refuse_views(model)
+    device = call.device if is_meta else next(model.parameters()).device
+    paths = {module: path for path, module in model.named_modules()}
+    found = {"sizes": text_of(call.topology.sizes), "param_dtype": text_of(call.param_dtype)}
+    found["cast_forward_inputs"] = text_of(call.casts_inputs)
+    found["offload"] = text_of(call.offload)
+    found |= {f"schedule.{name}": text_of(value) for name, value in vars(call.schedule).items()}
+    found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
+    found["the model's device"] = "meta" if is_meta else device.type
+    check_same_settings(found | process_settings(), call.group, device, ALIKE)
     lines = {
         name: known[param] if param in known else describe(param)
         for name, param in model.named_parameters()
     }
     lines |= {name: describe(buffer) for name, buffer in model.named_buffers()}
-    mine = hash_of_text(repr(list(lines.items())))
-    if is_same_everywhere(mine, group, next(model.parameters()).device):
+    if is_same_everywhere(hash_of_text(repr(list(lines.items()))), call.group, device):
         return
-    all_lines: list[dict[str, Description]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(all_lines, lines, group=group)
-    names = dict.fromkeys(name for one in all_lines for name in one)
-    for name in names:
-        found = [one.get(name) for one in all_lines]
-        other = next((rank for rank, line in enumerate(found) if line != found[0]), None)
-        if other is not None:
-            raise ConfigurationError(_difference(name, found[0], found[other], other))
+    all_lines: list[dict[str, Description]] = [{}] * call.group.size()
+    dist.all_gather_object(all_lines, lines, group=call.group)
+    for name in dict.fromkeys(name for each in all_lines for name in each):
+        of_ranks = [each.get(name) for each in all_lines]
+        rank = next((rank for rank, line in enumerate(of_ranks) if line != of_ranks[0]), None)
+        if rank is not None:
+            raise ConfigurationError(_difference(name, of_ranks[0], of_ranks[rank], rank))
     raise ConfigurationError(
         "the ranks have the same parameters and buffers in another order; build the model alike on "
         "every rank"
@@ -310,16 +325,3 @@ def _difference(name: str, first: Description | None, line: Description | None, 
     return (
         f"{name} is {here} on rank 0 and {there} on rank {rank}; build the same model on every rank"
     )
-
-
-def describe(tensor: torch.Tensor) -> Description:
-    """Describe a parameter or buffer that is whole."""
-    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    kind = (
-        "a buffer" if not isinstance(tensor, nn.Parameter) else "" if is_trained else "not trained"
-    )
-    words = f"{tensor.dtype} of shape {tuple(tensor.shape)}" + (f", {kind}" if kind else "")
-    # A wrapper (a DTensor, a quantized tensor) has no elements of its own to look at.
-    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
-        return words, 0
-    return words, int(value_hash([tensor], tensor.device))

@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank holds of each parameter, and what of it its optimizer trains."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatron_asynchzp.engine.sharding.topology import Range
-from megatron_asynchzp.engine.zero.guard import SHARDED_AS
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.library.state import ShardedState
 
@@ -36,16 +34,3 @@ class TrainedFragment(HeldFragment):
     param: nn.Parameter  # `values` for the optimizer
     grad: torch.Tensor  # 1-D fp32
     is_first_replica: bool  # whether sums over the ranks take this part, and not that of a replica
-
-
-def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
-    slices = unit.layout.slices
-    if not unit.is_trained:
-        for index, piece in enumerate(slices):
-            yield HeldFragment(piece.name, piece.shape, *unit.model_param.elements_of(index))
-        return
-    for piece, own in zip(slices, unit.new_fragments(), strict=True):
-        named = piece.name, piece.shape, own.held, own.values
-        given = vars(unit.params[own.index]).items()  # callers build groups by them
-        vars(own.param).update(one for one in given if one[0] != SHARDED_AS)
-        yield TrainedFragment(*named, unit, own.param, own.grad, unit.is_first_replica)

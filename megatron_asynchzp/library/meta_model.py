@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills a model on the meta device module by module; a rank keeps its part of each unit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_asynchzp.engine.sharding.value_hash import value_hash
 from megatron_asynchzp.engine.zero.tensors_within import tensors_kept
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -17,17 +16,12 @@ Fill = Any
 """A method without arguments."""
 
 
-def is_meta(model: nn.Module) -> bool:
-    """Whether the parameters of `model`, which are on one device, are on the meta device."""
-    return any(param.is_meta for param in model.parameters())
-
-
 @torch.no_grad()
 def materialize(
     model: nn.Module,
     units: Sequence[nn.Module],
     device: torch.device,
-    complete: Callable[[nn.Module], object],
+    cut: Callable[[nn.Module, Collection[nn.Parameter]], object],
 ) -> None:
     """Allocate `model` on `device` and let each module's reset_parameters() fill it, in order.
 
@@ -35,9 +29,9 @@ def materialize(
 
     Args:
         model: On the meta device.
-        units: Modules whose completion is reported.
+        units: Modules that are cut.
         device: Where tensors are allocated.
-        complete: Called with a unit when all modules that have its parameters are filled.
+        cut: Called with each unit whose parameters are filled, and with the model's shared ones.
 
     Raises:
         ConfigurationError: A module cannot fill its own tensors.
@@ -54,13 +48,22 @@ def materialize(
             _allocate(module, device, made)
             _fill(module, names[module], fill, unfilled, device)
         for unit in (unit for unit, end in last.items() if end == index):
-            complete(unit)
+            shared = shared_params(model)
+            cut(unit, shared)
     for path, tensor in tensors_kept({name: module for module, name in names.items()}):
         if tensor.is_meta:
             raise ConfigurationError(
                 f"{path} is on the meta device, and is neither parameter nor buffer: register it "
                 "as a buffer that reset_parameters() fills, or build the model on a device"
             )
+
+
+def shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Find parameters with several names, and the modules of all names but the first."""
+    modules: dict[nn.Parameter, list[nn.Module]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        modules.setdefault(param, []).append(model.get_submodule(name.rpartition(".")[0]))
+    return {param: users[1:] for param, users in modules.items() if len(users) > 1}
 
 
 def _init_weights_around(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
@@ -156,7 +159,8 @@ def _fill(
         if _can_be_nan(value):
             is_unfilled = bool((before.isnan() & ~value.isnan()).any())
         else:
-            is_unfilled = bool(value_hash([before], device) != value_hash([value], device))
+            bits = [each.reshape(-1).view(torch.uint8) for each in (before, value)]
+            is_unfilled = not torch.equal(*bits)
         if is_unfilled:
             raise ConfigurationError(
                 f"{name}{'.' if name else ''}{key}: the {fill.__name__}() of "

@@ -71,7 +71,8 @@ class ShardedParams:
     """
 
     def __init__(self, model: nn.Module, runtime: HZPRuntime):
-        self._model, self._runtime = model, runtime
+        self._model = model
+        self._runtime = runtime
         self._places = {
             param: (unit, index)
             for unit in runtime.units
@@ -82,7 +83,6 @@ class ShardedParams:
         self, zero_grad: Callable[[bool], None], no_sync: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """Make the model's own methods (zero_grad, no_sync, conversions) right, or refuse them."""
-        self._runtime.guard(self.answer)
         for param in self._places:
             setattr(param, SHARDED_AS, self.name_of(param))
         model: Any = self._model
@@ -92,6 +92,7 @@ class ShardedParams:
             module._apply = partial(_convert, module)
         model.__reduce_ex__ = refuse_copies
         model._ddp_params_and_buffers_to_ignore = _NoDDP()
+        self._runtime.guard(self.answer)
 
     def name_of(self, param: nn.Parameter) -> str:
         """Return the name of a parameter of the model."""

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -17,35 +18,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from megatron_asynchzp.engine.at_rest.host_states import HostStates, move_to_host
+from megatron_asynchzp.engine.at_rest.host_states import HostStates
 from megatron_asynchzp.engine.at_rest.sleep import Sleeper
 from megatron_asynchzp.engine.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
-from megatron_asynchzp.engine.comm.agreement import optimizer_settings, text_of
+from megatron_asynchzp.engine.comm.agreement import check_same_settings, optimizer_settings, text_of
 from megatron_asynchzp.engine.comm.report import CommReport, CommReports
 from megatron_asynchzp.engine.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
-from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
 from megatron_asynchzp.engine.zero.params import TRAINED_DTYPES
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.arguments import (
-    checked_group,
-    checked_optimizer,
-    default_sizes,
-    default_units,
-    refuse_arguments,
-    refuse_other_arguments,
-    refuse_other_optimizers,
-    refuse_param_dtype,
-    sizes_of_mesh,
+    ALIKE,
+    ShardCall,
+    check_model,
+    checked_call,
+    checked_units,
 )
 from megatron_asynchzp.library.checkpoint import ModelCheckpoint
-from megatron_asynchzp.library.fragments import TrainedFragment, fragments_of
+from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
 from megatron_asynchzp.library.grads import ShardGrad, ShardParam, grad_of, set_data, set_grad
 from megatron_asynchzp.library.inference import make_writable, outside_inference
-from megatron_asynchzp.library.meta_model import is_meta
+from megatron_asynchzp.library.inputs import cast_inputs_of
 from megatron_asynchzp.library.optimizer import (
     NewOptimizer,
     guarded_optimizer,
@@ -53,9 +50,9 @@ from megatron_asynchzp.library.optimizer import (
     watch_optimizers,
 )
 from megatron_asynchzp.library.params import ShardedParams
-from megatron_asynchzp.library.parts import Origin, plain
-from megatron_asynchzp.library.runtime import checked_model, runtime_of
-from megatron_asynchzp.library.states import optimizers_within, refuse_early_states
+from megatron_asynchzp.library.parts import Origin, change_class, plain
+from megatron_asynchzp.library.runtime import runtime_of
+from megatron_asynchzp.library.states import may_send_early, refuse_early_states
 from megatron_asynchzp.library.whole_values import loadable_tensors, problem_of_values
 from megatron_asynchzp.weight_delta import WeightDelta
 
@@ -99,35 +96,16 @@ def shard(
     Raises:
         ConfigurationError: Invalid sizes or parameters, or calls that differ between ranks.
     """
-    unit_modules = checked_model(model, default_units(model) if units is None else units, True)
-    new_optimizer = checked_optimizer(optimizer)
-    group = checked_group(group)
-    if isinstance(sizes, DeviceMesh):
-        sizes = sizes_of_mesh(sizes)
-    sizes = default_sizes(group.size()) if sizes is None else sizes
-    refuse_arguments(sizes, schedule, offload, cast_forward_inputs)
-    refuse_param_dtype(param_dtype, model)
+    unit_modules = checked_units(model, units)
+    call = checked_call(
+        sizes, optimizer, group, schedule, param_dtype, cast_forward_inputs, device, offload
+    )
+    check_model(model, unit_modules, call)
     watch_optimizers()
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    init_device = torch.device(device)
-    first = next(model.parameters(), torch.empty(0))
-    param_device = init_device if is_meta(model) else first.device
-    refuse_other_arguments(
-        model,
-        unit_modules,
-        group,
-        param_device,
-        sizes=sizes,
-        schedule=schedule,
-        param_dtype=param_dtype,
-        cast_forward_inputs=cast_forward_inputs,
-        offload=offload,
-    )
-    runtime = runtime_of(
-        model, unit_modules, sizes, group, schedule, init_device, param_dtype, cast_forward_inputs
-    )
-    return ShardedModel(model, runtime, new_optimizer, group, offload)
+    runtime, parts = runtime_of(model, unit_modules, call)
+    if param_dtype is not None and cast_forward_inputs:
+        cast_inputs_of(dict.fromkeys((model, *unit_modules)), param_dtype)
+    return ShardedModel(model, runtime, parts, call)
 
 
 def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":
@@ -180,51 +158,79 @@ class ShardedModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        runtime: HZPRuntime,
-        new_optimizer: NewOptimizer,
-        group: dist.ProcessGroup | None,
-        offload: float = 0.0,
+        self, model: nn.Module, runtime: HZPRuntime, parts: Sequence[HeldFragment], call: ShardCall
     ):
-        self.model, self.runtime = model, runtime
-        self._device = runtime.units[0].device
-        self._group = group
-        runtime.agrees_on_reached = True
+        self.model = model
+        self.runtime = runtime
+        self._group = group = call.group
         owner = _owner(self)
+        runtime.agrees_on_reached = True
         self._params = ShardedParams(model, runtime)
         self._params.bind(lambda keeps: owner().zero_grad(keeps), lambda: owner().no_sync())
-        move_to_host([runtime], offload)
-        self._parts = [part for unit in runtime.units for part in fragments_of(unit)]
-        trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
+        trained = [part for part in parts if isinstance(part, TrainedFragment)]
         places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
         self._trained = sorted(trained, key=lambda part: places[part.name])
         # Over this rank's parts of the fp32 main parameters; learning rates are changed there.
-        self.optimizer = self._new_optimizer(new_optimizer)
-        names = {part.param: part.name for part in self._trained}
-        refuse_other_optimizers(self.optimizer, names, group, self._device)
+        self.optimizer = guarded_optimizer(call.new_optimizer, self._trained, self._device)
+        self._follow_optimizer()
+        params_of: dict[HZPUnit, list[nn.Parameter]] = {}  # in the order of a unit's layout
+        for part in trained:
+            params_of.setdefault(part.unit, []).append(part.param)
+        if trained and may_send_early(self.optimizer, call.schedule):
+            of_device = {unit: own for unit, own in params_of.items() if not unit.is_on_host}
+            is_forced = call.schedule.early_update == "on"
+            early_update = EarlyUpdate(self.optimizer, of_device, is_forced, is_awaited=True)
+            runtime.early_sends.early_update = early_update
+        settings = {"optimizer": type(self.optimizer).__qualname__}
+        settings |= optimizer_settings(self.optimizer.param_groups)
+        names = {part.param: part.name for part in trained}
+        for index, own in enumerate(self.optimizer.param_groups):
+            for param in own["params"]:
+                settings[f"the optimizer's group of {names.get(param, 'nothing')}"] = str(index)
+        check_same_settings(settings, group, self._device, ALIKE)
+        self._clipped_to = "nothing"  # the last max_norm, as text
         runtime.settings_of_update = lambda: (
             {"max_norm of clip_grad_norm_": owner()._clipped_to}
             | optimizer_settings(owner().optimizer.param_groups)
         )
         is_first = dist.get_rank(group) == 0
-        self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
-        self._host_states = self._new_host_states()
-        self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
-        self.runtime.early_sends.early_update = self._new_early_update()
-        self._are_in_place = False
-        self._clipped_to = "nothing"  # the last max_norm, as text
-        runtime.sent_check.enable_write_checks(lambda: owner()._params.refuse_writes())
+        self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, parts, is_first)
+        self._host_states: HostStates | None = None
+        if any(unit.is_on_host for unit in runtime.units):
+            self._host_states = HostStates([runtime], self.optimizer, params_of)
         self._await_grads()
+        runtime.sent_check.enable_write_checks(lambda: owner()._params.refuse_writes())
         if dist.get_world_size(group) == dist.get_world_size():  # others do not come here
             runtime.driver.call_roll()
             self._take_largest(torch.zeros((), device=self._device))  # all have come here
-        self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
 
-    def _new_optimizer(self, new_optimizer: NewOptimizer) -> torch.optim.Optimizer:
+    @property
+    def _device(self) -> torch.device:
+        return self.runtime.units[0].device
+
+    @cached_property
+    def _sleeper(self) -> Sleeper:
         owner = _owner(self)
-        optimizer = guarded_optimizer(new_optimizer, self._trained, self._device)
+        return Sleeper([self.runtime], lambda: owner().optimizer.state)
+
+    @cached_property
+    def _reports(self) -> CommReports:
+        return CommReports(self.runtime.driver)
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ConfigurationError(
+            "call the model that was sharded, as model(x), not what shard() returned"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        kind = type(self).__name__
+        of_model = f"; the model has it: sharded.model.{name}" if hasattr(nn.Module, name) else ""
+        raise AttributeError(f"a {kind} has no {name}{of_model}", name=name, obj=self)
+
+    def _follow_optimizer(self) -> None:
+        """Let the engine act before and after each update, and at each load of states."""
+        owner, optimizer = _owner(self), self.optimizer
         attributes = cast("Any", optimizer)
         attributes.zero_grad = lambda set_to_none=True: owner().zero_grad(set_to_none)
         before = optimizer.register_step_pre_hook(lambda *call: owner()._before_update(*call))
@@ -247,54 +253,11 @@ class ShardedModel:
             param.await_grads = lambda: owner()._sync_grads()
             param.origin = Origin(part.name, lambda values: owner()._take_largest(values))
             param.is_away = part.unit.is_main_param_away
-        return optimizer
-
-    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise ConfigurationError(
-            "call the model that was sharded, as model(x), not what shard() returned"
-        )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        kind = type(self).__name__
-        of_model = f"; the model has it: sharded.model.{name}" if hasattr(nn.Module, name) else ""
-        raise AttributeError(f"a {kind} has no {name}{of_model}", name=name, obj=self)
-
-    def _params_of(self) -> dict[HZPUnit, list[nn.Parameter]]:
-        """Map each trained unit to the optimizer's parameters, in the order of its layout."""
-        params_of: dict[HZPUnit, list[nn.Parameter]] = {}
-        for part in self._parts:
-            if isinstance(part, TrainedFragment):
-                params_of.setdefault(part.unit, []).append(part.param)
-        return params_of
-
-    def _new_host_states(self) -> HostStates | None:
-        if not any(unit.is_on_host for unit in self.runtime.units):
-            return None
-        return HostStates([self.runtime], self.optimizer, self._params_of())
 
     def _take_over_states(self) -> None:
         make_writable(self.optimizer)
         if self._host_states is not None:
             self._host_states.take_over()
-
-    def _new_early_update(self) -> EarlyUpdate | None:
-        schedule = self.runtime.schedule
-        if not schedule.may_send_early or not self._trained:
-            return None
-        # A preview would step optimizers within this one.
-        if is_elementwise(self.optimizer) and not optimizers_within(self.optimizer):
-            params_of = {
-                unit: params for unit, params in self._params_of().items() if not unit.is_on_host
-            }
-            is_forced = schedule.early_update == "on"
-            return EarlyUpdate(self.optimizer, params_of, is_forced, is_awaited=True)
-        if schedule.early_update == "on":
-            raise ConfigurationError(
-                f"early_update='on': {type(self.optimizer).__name__} is not known to update each "
-                "element from that element alone; take torch.optim.AdamW, Adam or SGD, or leave "
-                "early_update out"
-            )
-        return None
 
     # ---- one step
 
@@ -353,7 +316,7 @@ class ShardedModel:
         """Let the next read of a gradient wait until gradients are complete."""
         self._are_in_place = False
         for part in self._trained:
-            part.param.__class__ = ShardParam  # in place: the optimizer keeps these objects
+            change_class(part.param, ShardParam)
 
     def _take_largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
@@ -370,7 +333,7 @@ class ShardedModel:
             grad = grad_of(part.param)
             if grad is not None:
                 refuse_early_states(self.optimizer, part.param, part.name)
-            part.param.__class__ = nn.Parameter
+            change_class(part.param, nn.Parameter)
             set_grad(part.param, None if grad is None else plain(grad))
         if self._host_states is not None:
             self._host_states.update()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.engine.comm.agreement import settings_of_group
+from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.zero.early_update import is_elementwise
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -78,6 +79,20 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "one value per element of a parameter, which no checkpoint can have for other "
                     "sizes. Take an optimizer that keeps one value per element"
                 )
+
+
+def may_send_early(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig) -> bool:
+    """Return whether units may be sent before the update; refuse early_update="on" if not."""
+    within = optimizers_within(optimizer)  # a preview would step them
+    if schedule.may_send_early and not within and is_elementwise(optimizer):
+        return True
+    if schedule.early_update == "on":
+        raise ConfigurationError(
+            f"early_update='on': {type(optimizer).__name__} is not known to update each element "
+            "from that element alone; take torch.optim.AdamW, Adam or SGD, or leave early_update "
+            "out"
+        )
+    return False
 
 
 def creates_states_in_first_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,8 +20,8 @@ TESTBED = ROOT / "scripts" / "testbed"
 FLOORS = {
     "engine/device": 0, "engine/schedule": 0, "errors": 0, "replacements": 0, "versions": 0,
     "engine/sharding": 1, "engine/failure": 1,
-    "attention": 1, "checkpoint_files": 1, "weight_delta": 1,
-    "engine/comm": 2, "planner": 2, "engine/zero": 3, "engine/at_rest": 4,
+    "attention": 1, "weight_delta": 1,
+    "checkpoint_files": 2, "engine/comm": 2, "planner": 2, "engine/zero": 3, "engine/at_rest": 4,
     "library": 5, "mcore": 5, "cpu_platform": 5,
     "hf": 6,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
     "commands": 6, "launch": 7, "command": 7, "__main__": 8,
@@ -29,17 +29,17 @@ FLOORS = {
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
     "attention": 2278,
-    "checkpoint_files": 1595,
+    "checkpoint_files": 1631,
     "commands": 3220,
     "cpu_platform": 969,
     "engine, beside its rooms": 286,
     "engine/at_rest": 767,
-    "engine/comm": 2265,
+    "engine/comm": 2287,
     "engine/failure": 857,
     "engine/sharding": 1693,
     "engine/zero": 4635,
     "hf": 2795,
-    "library": 2828,
+    "library": 2766,
     "mcore": 10093,
     "planner": 4138,
     "beside the rooms": 694,
@@ -48,8 +48,8 @@ BUDGETS = {
 LIBRARY = {
     "arguments": 0, "inference": 0, "inputs": 0, "meta_model": 0, "states": 0,
     "whole_values": 0,
-    "parts": 0, "state": 0, "grads": 1, "runtime": 1, "fragments": 1, "params": 1,
-    "checkpoint": 2, "optimizer": 2, "sharded_model": 3,
+    "parts": 0, "state": 0, "grads": 1, "fragments": 1, "params": 1,
+    "runtime": 2, "checkpoint": 2, "optimizer": 2, "sharded_model": 3,
 }
 # Within the adapter: rooms, and files of a room that have a floor of their own.
 ADAPTER = {

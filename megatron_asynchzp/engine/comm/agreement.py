@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.engine.sharding.value_hash import value_hash
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
 
 Settings = Mapping[str, str]
@@ -145,3 +146,24 @@ def _cut(value: str, start: int) -> str:
     part = value[begin : begin + _MOST_CHARACTERS]
     end = "..." if begin + _MOST_CHARACTERS < len(value) else ""
     return f"{'...' if begin else ''}{part}{end}"
+
+
+Description = tuple[str, int]
+"""A tensor's dtype, shape and kind in words, and a hash of its values."""
+
+
+def describe(tensor: torch.Tensor) -> Description:
+    """Describe a parameter or buffer that is whole."""
+    is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    kind = (
+        "a buffer"
+        if not isinstance(tensor, torch.nn.Parameter)
+        else ""
+        if is_trained
+        else "not trained"
+    )
+    words = f"{tensor.dtype} of shape {tuple(tensor.shape)}" + (f", {kind}" if kind else "")
+    # A wrapper (a DTensor, a quantized tensor) has no elements of its own to look at.
+    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        return words, 0
+    return words, int(value_hash([tensor], tensor.device))
