@@ -55,7 +55,7 @@ LIBRARY = {
 ADAPTER = {
     "flags": 0, "patches.patch": 0, "run": 1, "process": 1, "attention": 1, "start": 2,
     "checkpoint": 3, "step": 4, "start.start_table": 5, "patches": 6, "start.startup": 7,
-    "adaptor": 8,
+    "door": 8, "adaptor": 8,
 }
 # fmt: on
 

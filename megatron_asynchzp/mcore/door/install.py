@@ -4,7 +4,7 @@
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.door.seams import DOOR_PATCHES
-from megatron_asynchzp.mcore.door.settings import refuse_useless_choices
+from megatron_asynchzp.mcore.door.settings import check_choices_have_effect
 from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, flag_of
 from megatron_asynchzp.mcore.process.platform import choose_platform
 from megatron_asynchzp.mcore.run.settings import Run
@@ -26,9 +26,9 @@ def install(config: AsyncHZPConfig | None = None) -> None:
         megatron-core is not a tested one.
     """
     config = AsyncHZPConfig.of_environment() if config is None else config
-    refuse_useless_choices(config)
+    check_choices_have_effect(config)
     if (run := Run.current()) is not None:
-        _refuse_other_choices(run, config)
+        _check_same_choices(run, config)
         return
     choose_platform(["--asynchzp-device", config.device])
     patch_megatron(DOOR_PATCHES)
@@ -36,7 +36,7 @@ def install(config: AsyncHZPConfig | None = None) -> None:
     Run.begin_installed(config)
 
 
-def _refuse_other_choices(run: Run, config: AsyncHZPConfig) -> None:
+def _check_same_choices(run: Run, config: AsyncHZPConfig) -> None:
     if run.config is None:
         raise ConfigurationError(
             "install() within a Megatron-LM run, whose flags were read already; give it "

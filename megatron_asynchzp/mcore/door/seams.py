@@ -20,7 +20,7 @@ from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
 from megatron_asynchzp.mcore.door.wrapper import NO_OPTIMIZER, DoorDataParallel
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces
 from megatron_asynchzp.mcore.patches.table import PATCHES
-from megatron_asynchzp.mcore.run.agreement import refuse_unlike_ranks
+from megatron_asynchzp.mcore.run.agreement import check_ranks_agree
 from megatron_asynchzp.mcore.run.settings import Run
 from megatron_asynchzp.mcore.start.start_table import format_start_table
 from megatron_asynchzp.mcore.step.data_parallel import is_true_anywhere, shard_chunks
@@ -77,7 +77,7 @@ def get_optimizer(original: Callable, *args: Any, **options: Any) -> Any:
     why="a name that was bound before install() would give a whole model a stock optimizer",
     drop_when="as above",
 )
-def refuse_stock_optimizer(original: Callable, model_chunks: Sequence, *args: Any, **more: Any):
+def keep_from_stock_optimizer(original: Callable, model_chunks: Sequence, *args: Any, **more: Any):
     if any(isinstance(chunk, DoorDataParallel) and not chunk.is_sharded for chunk in model_chunks):
         raise ConfigurationError(NO_OPTIMIZER)
     return original(model_chunks, *args, **more)
@@ -88,7 +88,7 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
     run, first = Run.current(), chunks[0]
     assert run is not None and run.config is not None
     settings = DoorSettings.of(run.config, first.config, config, first.ddp_config, groups)
-    refuse_unlike_ranks(comparable(settings.run))
+    check_ranks_agree(comparable(settings.run))
     run.meet_model(settings.megatron, settings.run)
     if first.is_sharded:
         return settings
@@ -96,7 +96,7 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
     if not is_true_anywhere(any(param.requires_grad for param in params)):
         raise ConfigurationError(
             "no parameter of the model needs a gradient, so there is nothing to train; call "
-            "requires_grad_() on what is to be trained before the optimizer is made"
+            "requires_grad_() on those to train before the optimizer is made"
         )
     for chunk in chunks:
         chunk.ddp_config = settings.ddp
@@ -124,6 +124,6 @@ def _works_without_arguments(patch: Patch) -> bool:
 DOOR_PATCHES = (
     wrap,
     get_optimizer,
-    refuse_stock_optimizer,
+    keep_from_stock_optimizer,
     *filter(_works_without_arguments, PATCHES),
 )

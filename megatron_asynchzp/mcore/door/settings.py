@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the settings of a run from AsyncHZPConfig and Megatron's dataclasses, by the one list of
-rules.
-"""
+"""Makes the settings of a run from AsyncHZPConfig and Megatron's dataclasses, by the rules."""
 
 import copy
 from argparse import Namespace
@@ -48,7 +46,7 @@ _DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq
 _MINUTES = 10.0
 
 
-def refuse_useless_choices(config: AsyncHZPConfig) -> None:
+def check_choices_have_effect(config: AsyncHZPConfig) -> None:
     """Raise ConfigurationError for a choice without effect outside Megatron-LM's own scripts."""
     for name, remedy in _USELESS.items():
         if (value := getattr(config, name)) != default_of(name):
@@ -73,9 +71,7 @@ class DoorSettings:
     ) -> "DoorSettings":
         """Apply the rules to the dataclasses. Raises ConfigurationError, one line.
 
-        Args:
-            transformer: TransformerConfig; optimizer and ddp are those of these names.
-            groups: Megatron's ProcessGroupCollection.
+        `groups` is Megatron's ProcessGroupCollection.
         """
         own = _own_settings(config, transformer, optimizer, ddp, groups)
         settings = MegatronSettings(own, transformer, optimizer, ddp)
@@ -83,7 +79,7 @@ class DoorSettings:
         group_size = groups.dp_cp.size()
         sizes = resolve_shard_sizes(settings, group_size, sharding_ranks_per_node(settings))
         rules = changes(RULES[OURS], settings)
-        _refuse_late_changes(rules, transformer, (own, optimizer, ddp), settings)
+        _check_built_so(rules, transformer, (own, optimizer, ddp), settings)
         lines = describe_translation(settings, sizes, group_size) + describe_cuts(sizes, group_size)
         lines += [rule.line(settings) for rule in rules if not rule.is_silent]
         if own.grad_reduce_in_bf16:
@@ -145,7 +141,7 @@ def _timeout_minutes(group: dist.ProcessGroup) -> float:
     return _MINUTES if options is None else options._timeout.total_seconds() / 60
 
 
-def _refuse_late_changes(
+def _check_built_so(
     rules: Any, transformer: Any, others: tuple[Any, ...], settings: MegatronSettings
 ) -> None:
     """Raise ConfigurationError for a change of what the layers have been built with."""

@@ -27,7 +27,7 @@ def whole(model: Any, writes: bool = False) -> Iterator[None]:
 
     Args:
         model: Chunks, wrapped or not, or a list of them; a model that is not sharded is whole.
-        writes: Keep what is written to parameters, as if it had been loaded. Every rank writes the
+        writes: Keep written values of parameters, as if they had been loaded. Every rank writes the
             same values, to one unit after the other.
 
     Raises:
@@ -109,7 +109,7 @@ class _GatheredUnits:
             )
 
     def close(self) -> None:
-        """Drop what is whole; the parameters are as before."""
+        """Drop the whole units; the parameters are as before."""
         try:
             for unit in list(self._whole):
                 self._drop(unit)

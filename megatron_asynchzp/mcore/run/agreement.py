@@ -36,10 +36,10 @@ def refuse_other_flags(megatron: Any) -> None:
         for name, value in vars(megatron).items()
         if not _OF_ONE_RANK.fullmatch(name)
     }
-    refuse_unlike_ranks(flags)
+    check_ranks_agree(flags)
 
 
-def refuse_unlike_ranks(settings: dict[str, str]) -> None:
+def check_ranks_agree(settings: dict[str, str]) -> None:
     """Raise ConfigurationError, on every rank, where `settings`, versions or environment differ.
 
     Collective over the world.

@@ -73,13 +73,10 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         takes_snapshots: bool = False,
         construction: Construction | None = None,
     ) -> None:
-        """Shard the chunk. Collective over the sharding groups.
+        """Shard the chunk, number `index` of its rank. Collective over the sharding groups.
 
-        Args:
-            index: The chunk's index on its rank.
-            groups: See create_shard_groups; all chunks of a rank share it and `communication`.
-            takes_snapshots: See ChunkCheckpoint.
-            construction: See HZPRuntime.
+        All chunks of a rank share `groups` (see create_shard_groups) and `communication`. See
+        ChunkCheckpoint for takes_snapshots, HZPRuntime for construction.
         """
         module, config = self.module, self.config
         self.dp_cp_group = pg_collection.dp_cp
