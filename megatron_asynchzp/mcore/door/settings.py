@@ -144,7 +144,7 @@ def _timeout_minutes(group: dist.ProcessGroup) -> float:
 def _check_built_so(
     rules: Any, transformer: Any, others: tuple[Any, ...], settings: MegatronSettings
 ) -> None:
-    """Raise ConfigurationError for a change of what the layers have been built with."""
+    """Raise ConfigurationError for a change that comes after the layers were built."""
     for rule in rules:
         if MegatronSettings(transformer).has(rule.setting) and not MegatronSettings(*others).has(
             rule.setting
