@@ -8,12 +8,12 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39109,
-    "docstring words": 37590,
-    "docstring lines": 3798,
-    "raise ConfigurationError": 315,
+    "lines": 39801,
+    "docstring words": 38277,
+    "docstring lines": 3870,
+    "raise ConfigurationError": 330,
     "context variables": 3,
-    "assignments of __class__": 8,
+    "assignments of __class__": 9,
     "reads of stack frames": 3,
     "methods of StepScheduler and HZPRuntime": 59,
     "methods of HZPUnit": 43,
