@@ -24,7 +24,7 @@ from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 
 if TYPE_CHECKING:
-    from megatron_asynchzp.commands.verdict import Verdict
+    from megatron_asynchzp.commands.verdict import StartVerdict
 
 EXIT_REFUSED = 1
 _RANKS_PER_NODE = 8
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         per_node = cluster.ranks_per_node
     per_node = min(per_node or _RANKS_PER_NODE, ranks)
     script = command.script or DEFAULT_SCRIPT
-    judged = verdict.judge([script, *command.flags], ranks, per_node)
+    judged = verdict.judge_command([script, *command.flags], ranks, per_node)
     if is_assumed and any(" ranks" in line.text for line in judged.refused):
         raise ConfigurationError(
             f"{words[0]} does not say how many ranks it starts, and {ranks}, the fewest, cannot: "
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 
 def _print_shardings(
-    judged: "Verdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
+    judged: "StartVerdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
 ) -> None:
     from megatron_asynchzp.commands import pretended_world
     from megatron_asynchzp.commands.verdict import shardings
@@ -128,13 +128,13 @@ def _print_shardings(
         print("".join(f"Saves: {line}\n" for line in [saving] if line), end="")
 
 
-def _headline(judged: "Verdict") -> str:
+def _headline(judged: "StartVerdict") -> str:
     if judged.refused:
         return f"does not start with {_OURS}"
     return f"starts with {_OURS}" + (", weakened" if judged.lost else "")
 
 
-def _groups(judged: "Verdict") -> Iterator[str]:
+def _groups(judged: "StartVerdict") -> Iterator[str]:
     lost = {rule.setting: f"{rule.flag}: {rule.reason}" for rule in judged.lost}
     told = [line for line in judged.logged if line not in judged.environment]
     others = [line for line in told if line.partition(" = ")[0] not in lost]

@@ -81,10 +81,10 @@ def _naming(flag: str) -> Iterator[None]:
 def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> None:
     shown = list(outcome.ranked)
     for scheme, (colour, marker, label) in _SCHEMES.items():
-        those = [candidate for candidate in shown if candidate.scheme == scheme]
-        if those:
-            held = [candidate.costing.memory.total / GIB for candidate in those]
-            steps = [candidate.step_s for candidate in those]
+        of_scheme = [candidate for candidate in shown if candidate.scheme == scheme]
+        if of_scheme:
+            held = [candidate.costing.memory.total / GIB for candidate in of_scheme]
+            steps = [candidate.step_s for candidate in of_scheme]
             axes.scatter(held, steps, s=42, c=colour, marker=marker, label=label, zorder=3)
     front = _front(shown)
     held, steps = zip(*front, strict=True)

@@ -77,7 +77,7 @@ def _answers_of_a_gpu() -> Iterator[None]:
 
 def _kernels(module: ModuleType) -> dict[str, Any]:
     names = [name for name in vars(module) if name.startswith("fused_")]
-    return {name: vars(module)[name] or _as_it_is for name in names}
+    return {name: vars(module)[name] or _identity for name in names}
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def _without(package: str) -> Iterator[None]:
             del sys.modules[package]
 
 
-def _as_it_is(function: Callable | None = None, **_: object) -> Callable:
+def _identity(function: Callable | None = None, **_: object) -> Callable:
     """Replace torch.compile: nothing is computed, and half of Megatron's imports is a compiler."""
     return function or (lambda inner: inner)
 
@@ -152,7 +152,7 @@ def patch_megatron() -> None:
     """
     if sys.stderr.isatty() and "megatron.training" not in sys.modules:
         print(f"{_OURS}importing Megatron, which can take half a minute", file=sys.stderr)
-    with _silence(), _without("wandb"), mock.patch.object(torch, "compile", _as_it_is):
+    with _silence(), _without("wandb"), mock.patch.object(torch, "compile", _identity):
         from megatron_asynchzp.mcore.start import startup
 
         try:

@@ -33,7 +33,7 @@ _MANY = 8  # names of variables that a line has
 
 
 @dataclass(frozen=True)
-class Command:
+class TrainingCommand:
     """A training command."""
 
     script: str  # "" if the command names none.
@@ -267,7 +267,7 @@ def _names_beside(path: Path) -> list[str]:
     return []
 
 
-def read_command(source: Source, name: str, flags: Flags) -> Command:
+def read_command(source: Source, name: str, flags: Flags) -> TrainingCommand:
     """Find the training command in the result of `read_source`; messages have its `name`.
 
     Raises ConfigurationError if it has none of Megatron's flags.
@@ -283,7 +283,7 @@ def read_command(source: Source, name: str, flags: Flags) -> Command:
         if not script and not source[0].startswith("--"):
             raise ConfigurationError(f"{name}: no training command: it names no script (.py)")
         kept, others, assumed = flags.read(rest)
-        return Command(script, [*kept, *others], assumed, world_of(launcher))
+        return TrainingCommand(script, [*kept, *others], assumed, world_of(launcher))
     if not command.flags:
         raise ConfigurationError(f"{name}: no flags of Megatron there")
     return command
@@ -300,7 +300,7 @@ def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]
     return words, "", words
 
 
-def _of_shell(shell: ShellScript, flags: Flags) -> Command:
+def _of_shell(shell: ShellScript, flags: Flags) -> TrainingCommand:
     """Join all commands with most of Megatron's flags, and those without a script."""
     splits = [_at_script(words) for words in shell.commands]
     known = [flags.known(rest) for _, _, rest in splits]
@@ -331,7 +331,7 @@ def _of_shell(shell: ShellScript, flags: Flags) -> Command:
 
 def _without_files(
     launcher: Sequence[str], script: str, words: Sequence[str], strange: list[str], flags: Flags
-) -> Command:
+) -> TrainingCommand:
     """Make a command without the words in `strange`; empty without Megatron's flags."""
     kept, others, assumed = flags.read(words)
     is_open = open_variables([*launcher, *words])
@@ -353,4 +353,4 @@ def _without_files(
         assumed.append(f"no flag or value of Megatron, and left out: {named}")
     if not flags.known(words):
         kept = others = []
-    return Command(name, with_numbers([*kept, *others]), assumed, world_of(launcher))
+    return TrainingCommand(name, with_numbers([*kept, *others]), assumed, world_of(launcher))

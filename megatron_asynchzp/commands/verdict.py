@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StartVerdict:
     """The verdict of a start on a command line."""
 
     refused: list[Line]  # All lines; a start prints the first.
@@ -74,7 +74,7 @@ class Verdict:
         return [line for line in self.logged if line.endswith(_IN_ENVIRONMENT)]
 
 
-def ask(
+def validate_command(
     command: Sequence[str], ranks: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]] | ConfigurationError:
     """Return Megatron's validated arguments and the log lines on them, or the refusal.
@@ -117,22 +117,22 @@ def lines_of(refusal: ConfigurationError) -> list[Line]:
     return [Line(str(refusal), first if is_ours else "")]
 
 
-def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
+def judge_command(command: Sequence[str], ranks: int, ranks_per_node: int) -> StartVerdict:
     """Collect all refusals of a command without --use-asynchzp.
 
     A flag that alone decides a refusal is left out, and the rest is asked again.
     """
     words, refused = [*command, OURS], list[Line]()
-    while isinstance(answer := ask(words, ranks, ranks_per_node), ConfigurationError):
+    while isinstance(answer := validate_command(words, ranks, ranks_per_node), ConfigurationError):
         refused += [line for line in lines_of(answer) if line not in refused]
         fewer = words
         for row in answer.__cause__.rows if isinstance(answer.__cause__, Refused) else ():
             if row.is_decided_by_flag:
                 fewer = without_flag(fewer, row.flag)
         if fewer == words:
-            return Verdict(refused, None, [])
+            return StartVerdict(refused, None, [])
         words = fewer
-    return Verdict(refused, *answer)
+    return StartVerdict(refused, *answer)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class WeightStream:
             for index, jobs in enumerate(exchanges)
             for box in self._boxes_to_gather(jobs)
         }
-        units: dict[tuple[int, int], _GatheredUnit] = {}
+        units: dict[tuple[int, int], _UnitValues] = {}
         for index, jobs in enumerate(exchanges):
             if _begun_in(self._model) != self._begun:
                 raise ConfigurationError(
@@ -263,16 +263,16 @@ class WeightStream:
             if self._routes.serves(box.holders, together):
                 yield box
 
-    def _gather(self, address: Address) -> "_GatheredUnit":
+    def _gather(self, address: Address) -> "_UnitValues":
         self._model[address.chunk].runtime.settle()
         unit = unit_at(self._model, address)
         marks = None if self._since is None else whole_marks(unit, self._since)
-        return _GatheredUnit(unit, whole_unit(unit), marks)
+        return _UnitValues(unit, whole_unit(unit), marks)
 
     # ---- boxes
 
     def _exchange(
-        self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_GatheredUnit"]
+        self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_UnitValues"]
     ) -> Elements:
         elements: Elements = {}
         sent: _Boxes = {}
@@ -308,7 +308,7 @@ class WeightStream:
         for source, boxes in received.items():
             yield source, self._rank, boxes
 
-    def _own_box(self, box: HeldBox, gathered: "_GatheredUnit | None") -> BoxElements:
+    def _own_box(self, box: HeldBox, gathered: "_UnitValues | None") -> BoxElements:
         dtype = self._dtype or box.dtype
         if gathered is None:  # no element of the unit has changed
             return BoxElements.to_receive(box.numel, dtype, self._device, count=0)
@@ -344,7 +344,7 @@ class WeightStream:
         return self._model[0].units[0].device
 
 
-class _GatheredUnit(NamedTuple):
+class _UnitValues(NamedTuple):
     unit: HZPUnit
     values: Tensor  # of the whole unit, 1-D
     marks: Tensor | None  # of whole_marks; None: all elements are sent

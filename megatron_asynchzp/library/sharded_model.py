@@ -263,10 +263,10 @@ class ShardedModel:
 
     @outside_inference()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Start a step: forget all gradients. Those of model and optimizer do the same.
+        """Start a step: forget all gradients. The model's and optimizer's zero_grad do the same.
 
         Args:
-            set_to_none: As in torch. False gives what had a gradient zeros, so it is decayed.
+            set_to_none: As in torch. False gives zeros to those that had one, for weight decay.
         """
         had_grads = set[HZPUnit]() if set_to_none else set(self.runtime.reductions.reached)
         self.runtime.zero_grads()
@@ -277,7 +277,7 @@ class ShardedModel:
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before a forward whether it belongs to the step's last micro-batch.
 
-        That one's backward reduces the sum of all. A step of one micro-batch needs no call.
+        The last backward reduces the sum of all. A step of a single micro-batch needs no call.
         """
         self.runtime.is_last_micro_batch = is_last
 
@@ -306,7 +306,7 @@ class ShardedModel:
 
     def _guarded_grad(self, part: TrainedFragment) -> torch.Tensor | None:
         """Return the gradient, or None if no backward has reached the unit, as in torch."""
-        # Anew: the `data` of the last one may lie elsewhere by now.
+        # A new object: the previous one's `data` may lie elsewhere by now.
         is_reached = part.unit in self.runtime.reached
         return (
             ShardGrad.of(part.grad, cast("ShardParam", part.param).origin) if is_reached else None
@@ -328,7 +328,7 @@ class ShardedModel:
                 "step() of a sharded model's optimizer takes no closure; call backward before it"
             )
         self._sync_grads()
-        self.runtime.await_readers()  # an evaluation may have left some after that
+        self.runtime.await_readers()  # an evaluation may have started some since
         for part in self._trained:
             grad = grad_of(part.param)
             if grad is not None:
@@ -354,7 +354,7 @@ class ShardedModel:
         self.runtime.sync_params(skip_unchanged=True)
         self.runtime.hide_idle_units()
         self._await_grads()
-        if self._host_states is not None:  # what the optimizer's state has may be read next
+        if self._host_states is not None:  # the caller may read the optimizer's state next
             self._host_states.settle()
 
     @outside_inference()
@@ -395,7 +395,7 @@ class ShardedModel:
     def changing_params(self) -> Iterator[None]:
         """Enclose writes to the values of the optimizer's parameters. Collective.
 
-        The model's parameters are rebuilt from them at the end; so an average can be evaluated.
+        At the end the model's parameters are rebuilt, for example to evaluate an average.
         """
         self.runtime.check_usable()
         if any(unit.is_main_param_away for unit in self.runtime.units):
@@ -422,7 +422,7 @@ class ShardedModel:
         """
         make_states_plain(self.optimizer)
         self._sleeper.sleep(level)
-        for part in self._trained:  # reading what has no memory would end the process
+        for part in self._trained:  # a read of memory that is gone would end the process
             if not part.unit.is_main_param_away:
                 set_data(part.param, part.values[:0])
 
@@ -449,11 +449,11 @@ class ShardedModel:
             sharded.load_state_dict(state)
 
             model.NAME      a parameter, in fp32 if trained, or a persistent buffer of rank 0
-            optim.NAME.KEY  the optimizer's state of it, or that it has none yet
+            optim.NAME.KEY  the parameter's optimizer state, or a mark that there is none yet
             param_groups    the optimizer's settings
             grad_record     see KeepBudgets
 
-        It loads into any sizes. Save it before the next step: hardly anything is copied.
+        It loads into any sizes. Save it before the next step, which changes most of its tensors.
 
         Args:
             only_trained: Leave out frozen parameters, which keep their values in a load.
@@ -518,8 +518,8 @@ class ShardedModel:
     ) -> Generator[WeightDelta]:
         """Yield exact deltas, for apply_delta, since mark_weights(since).
 
-        As stream_weights, but a delta may be kept and unchanged parameters do not come. fp32 ones
-        come whole, and so do those that something else than a step wrote to (load_full_params).
+        As stream_weights, but a delta may be kept and unchanged parameters do not come. fp32
+        parameters come whole, and so do those that load_full_params wrote to.
         """
         call = f"stream_changes(since={since!r}, receivers={receivers})"
         for whole in self._stream(call, receivers, since=since):
@@ -558,8 +558,8 @@ class ShardedModel:
     def load_full_params(self, values: Mapping[str, torch.Tensor] | None, source: int = 0) -> None:
         """Take over whole values of all parameters and persistent buffers from rank `source`.
 
-        Tensor by tensor, so no other rank has more than one whole. Between two steps; the
-        optimizer's state stays. Collective.
+        Other ranks hold a single whole tensor at a time. Between two steps; the optimizer's state
+        stays. Collective.
 
         Args:
             values: On that rank, by the names of the model's state_dict, of any dtype that the
@@ -577,7 +577,7 @@ class ShardedModel:
             raise ConfigurationError(problem[0])
         for names, target in targets:
             is_trained = isinstance(target, nn.Parameter) and target.requires_grad
-            # fp32 holds what main parameters hold.
+            # Main parameters are fp32.
             dtype = torch.float32 if is_trained else target.dtype
             whole = torch.empty(target.shape, dtype=dtype, device=self._device)
             if is_source and values is not None:

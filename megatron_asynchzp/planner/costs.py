@@ -22,7 +22,7 @@ from megatron_asynchzp.planner.program import (
     Phase,
     Visit,
 )
-from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
+from megatron_asynchzp.planner.simulate import StageProgram, StageTimes, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import (
     Collective,
     Transfer,
@@ -128,10 +128,10 @@ class Costing(RankBytes):
         return nbytes / (1e9 * self.cluster.device.memory_gb_s)
 
     @cached_property
-    def _stages(self) -> dict[int, list[Stage]]:
+    def _stages(self) -> dict[int, list[StageProgram]]:
         return {}
 
-    def stages(self, micro_batches: int) -> list[Stage]:
+    def stages(self, micro_batches: int) -> list[StageProgram]:
         if micro_batches in self._stages:
             return self._stages[micro_batches]
         stages = self._stages[micro_batches] = []
@@ -139,7 +139,7 @@ class Costing(RankBytes):
             phases = self.phases(index, micro_batches)
             order = self.order(index, phases)
             times = self.optimizer_s(index), 1e-6 * self.cluster.device.step_us
-            stages.append(Stage(phases, order, self._costs[index], *times))
+            stages.append(StageProgram(phases, order, self._costs[index], *times))
         return stages
 
     # ---- results

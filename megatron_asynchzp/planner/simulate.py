@@ -40,7 +40,7 @@ class UnitCost:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageProgram:
     """One rank of a pipeline stage."""
 
     phases: Sequence[Phase]  # of its step
@@ -190,7 +190,7 @@ class _StageNodes:
     another stage's output.
     """
 
-    def __init__(self, index: int, stage: Stage):
+    def __init__(self, index: int, stage: StageProgram):
         self.index, self.stage = index, stage
         self.prepared = 0  # the node after which the first unit may compute
         self.computing: list[tuple[int, int, int | None]] = []
@@ -299,7 +299,7 @@ class _StageNodes:
 
 
 def simulate(
-    stages: Sequence[Stage],
+    stages: Sequence[StageProgram],
     runs_ahead: bool = True,
     send_s: float = 0.0,
     chunks: int = 1,

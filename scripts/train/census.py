@@ -158,9 +158,9 @@ def judge(case: Case) -> Verdict:
     """Ask Megatron alone, and with `--use-asynchzp`."""
     size = case.ranks or fewest_ranks(case.flags)
     command, per_node = [DEFAULT_SCRIPT, *case.flags], min(_RANKS_PER_NODE, size)
-    stock = of_start.ask(command, size, per_node)
+    stock = of_start.validate_command(command, size, per_node)
     refused = of_start.lines_of(stock) if isinstance(stock, ConfigurationError) else []
-    found = of_start.judge(command, size, per_node)
+    found = of_start.judge_command(command, size, per_node)
     lost = () if found.refused else tuple(rule.setting for rule in found.lost)
     needed = tuple(line.partition(":")[0] for line in found.environment)
     return Verdict(case, next(iter(refused), None), next(iter(found.refused), None), lost, needed)

@@ -19,7 +19,7 @@ from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import OrderUnit, Visit
-from megatron_asynchzp.planner.simulate import Stage, Step, UnitCost, simulate
+from megatron_asynchzp.planner.simulate import StageProgram, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import Transfer
 
 SIZE, NOTHING = UnitInFlight("u", 128, 128, 128, 1), UnitInFlight("u", 0, 128, 128, 1)
@@ -47,7 +47,7 @@ def step_of(
             phases,
             schedule,
         )
-        made.append(Stage(phases, order, [cost] * units, host_s=host_s))
+        made.append(StageProgram(phases, order, [cost] * units, host_s=host_s))
     return simulate(made, **how)
 
 
@@ -90,7 +90,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks():
                 units, [[Visit(chunk)] for chunk in range(chunks)], phases, ScheduleConfig()
             )
             cost = UnitCost("u", 1.0 / chunks, 2.0 / chunks)
-            made.append(Stage(phases, order, [cost] * chunks))
+            made.append(StageProgram(phases, order, [cost] * chunks))
         return simulate(made, chunks=chunks).step_s - 3 * 8
 
     assert bubble(1) == pytest.approx(9) and bubble(3) == pytest.approx(3)

@@ -117,13 +117,10 @@ def block_backward(
         dv[:, :, block.keys] = gemm(p.to(dtype).mT, d_output, vector)
         dk[:, :, block.keys] = scale * gemm(ds.mT, q_BGND, vector)
         c_BG1D = gradient_shift_BGJD[:, :, block.keys.start // shifted.block_size, None]
-        dq += scale * (gemm(ds, block.k_BGnD, vector) + _r_term(ds.to(vector), c_BG1D))
+        # r_J (c_J - mean(K)): the part of dS_J K_J that K'_J no longer holds.
+        r_term = ds.to(vector).sum(-1, keepdim=True) * c_BG1D
+        dq += scale * (gemm(ds, block.k_BGnD, vector) + r_term)
     return AttentionGradients(unfold_heads(dq, heads).to(dtype), dk.to(dtype), dv.to(dtype))
-
-
-def _r_term(ds_BGNn: torch.Tensor, c_BG1D: torch.Tensor) -> torch.Tensor:
-    """Return r_J (c_J - mean(K)): the part of dS_J K_J that K'_J no longer holds."""
-    return ds_BGNn.sum(-1, keepdim=True) * c_BG1D
 
 
 def _blocks(q_BGND, shifted: ShiftedKeys, v_BGTE, mask: AttentionMask, scale: float):

@@ -18,7 +18,7 @@ from megatron_asynchzp.errors import ConfigurationError
 _Inputs = dict[str, tuple[torch.dtype, torch.Size, bool]]
 
 
-class Engine(Protocol):
+class CallEngine(Protocol):
     """The engine, as the hooks of module calls see it."""
 
     # Whether calls are captured into a graph, and belong to no step.
@@ -44,7 +44,7 @@ class _Call:
     the container.
     """
 
-    def __init__(self, runtime: Engine, units: list[HZPUnit]):
+    def __init__(self, runtime: CallEngine, units: list[HZPUnit]):
         self._runtime, self._units, self._is_done = runtime, units, False
 
     def begin_backward(self, _grad: Any) -> None:
@@ -113,7 +113,7 @@ def _carries_grad(value: Any) -> bool:
 
 
 def attach_call_hooks(
-    module: nn.Module, units: list[HZPUnit], runtime: Engine, around: Callable[[Any], Any]
+    module: nn.Module, units: list[HZPUnit], runtime: CallEngine, around: Callable[[Any], Any]
 ) -> list[RemovableHandle]:
     before, after = hooks_of_call(units, runtime)
     return [
@@ -123,7 +123,7 @@ def attach_call_hooks(
     ]
 
 
-def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> SimpleNamespace:
+def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: CallEngine) -> SimpleNamespace:
     """Do the same for a module whose class calls a captured graph, which no hook of torch sees.
 
     The result is a handle like torch's.
@@ -188,7 +188,7 @@ def called(
 
 
 def hooks_of_call(
-    units: list[HZPUnit], runtime: Engine
+    units: list[HZPUnit], runtime: CallEngine
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
     calls: list[_Call] = []
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 
-class Engine(Protocol):
+class RegionEngine(Protocol):
     """The engine, as a region sees it."""
 
     def region_forward(self, units: list[HZPUnit]) -> AbstractContextManager[None]: ...
@@ -29,7 +29,7 @@ class ManualRegion:
     these moments, but not within one. See HZPRuntime.manual_region.
     """
 
-    engine: Engine
+    engine: RegionEngine
     units: list[HZPUnit]
     completes: list[HZPUnit]
     recomputed: list[HZPUnit]

@@ -214,7 +214,9 @@ class _JoinedHooks:
         for known in SavedViews.all:
             if (views := known()) is not None and views.is_view(tensor):
                 # A checkpoint computes again, with the parameters of then.
-                is_kept = self.theirs is None or not _is_of_checkpoint(self.theirs[0])
+                is_kept = (
+                    self.theirs is None or self.theirs[0].__module__ != "torch.utils.checkpoint"
+                )
                 return views.pack(tensor, checks_version=is_kept)
         return _Kept.of(tensor) if self.theirs is None else _Theirs(self.theirs[0](tensor))
 
@@ -254,10 +256,6 @@ def _pop_latest(of_a_unit: bool) -> None:
                 _PUSH(*hooks)
             else:
                 views.push()
-
-
-def _is_of_checkpoint(pack: Callable[..., Any]) -> bool:
-    return pack.__module__ == "torch.utils.checkpoint"
 
 
 def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:

@@ -73,7 +73,8 @@ def guard_load_checkpoint(
     peers = peers_of_job()
     load_dir = given_dir = getattr(args, load_arg)
     with log_progress(f"reading {load_dir}", bytes_read, peers.rank == 0), index_read_once():
-        choice = _newer(_choose(load_dir, args, peers), _choose_passing(load_dir, args, peers))
+        persistent = _choose(load_dir, args, peers)
+        choice = _newer(persistent, _choose_non_persistent(load_dir, args, peers))
         if choice is not None:
             load_dir = str(choice.folder.parent)
         local = _find_local(args, choice, given_dir, context, peers)
@@ -108,8 +109,7 @@ def guard_load_checkpoint(
     return loaded
 
 
-def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
-    """Return the newest intact non-persistent checkpoint on shared storage, or None."""
+def _choose_non_persistent(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
     kind = getattr(args, "non_persistent_ckpt_type", None)
     if kind != "global" or load_dir is None or args.ckpt_step or args.finetune:
         return None
@@ -130,10 +130,10 @@ def _save_of(choice: Choice) -> str | None:
     return save and os.path.abspath(save)
 
 
-def _newer(lasting: Choice | None, passing: Choice | None) -> Choice | None:
-    if lasting is None or passing is None:
-        return lasting or passing
-    return passing if passing.saved_at > lasting.saved_at else lasting
+def _newer(persistent: Choice | None, non_persistent: Choice | None) -> Choice | None:
+    if persistent is None or non_persistent is None:
+        return persistent or non_persistent
+    return non_persistent if non_persistent.saved_at > persistent.saved_at else persistent
 
 
 def _find_local(

@@ -52,9 +52,9 @@ def claim_save_directory(args: Namespace) -> None:
 
 
 def guard_save_checkpoint(
-    save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration: Any, is_passing: bool
+    save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration: Any, non_persistent: bool
 ) -> Any:
-    """Call Megatron's save_checkpoint; saves are this rank's, is_passing a non-persistent one.
+    """Call Megatron's save_checkpoint; saves are this rank's.
 
     Raises SaveError if files do not reach the disk, CollectiveFailure if a collective fails.
     """
@@ -62,12 +62,12 @@ def guard_save_checkpoint(
     if not args.async_save:
         return_results_in_process()
     name = f"iter_{int(iteration):07d}"
-    if is_passing and args.non_persistent_ckpt_type == LOCAL:
+    if non_persistent and args.non_persistent_ckpt_type == LOCAL:
         folder = Path(args.non_persistent_local_ckpt_dir, name)
         operation = in_progress(Save(args, is_local=True))
         with _explaining(saves, folder), operation, file_errors():
             return save()
-    place = non_persistent_dir(args, args.save) if is_passing else args.save or "."
+    place = non_persistent_dir(args, args.save) if non_persistent else args.save or "."
     operation = in_progress(Save(args, is_local=False))
     with _explaining(saves, Path(place, name)), operation:
         return save()

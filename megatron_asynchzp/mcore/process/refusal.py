@@ -79,8 +79,8 @@ def _leave_for_torchrun(line: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    about = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+    error = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
     try:
-        Path(path).write_text(json.dumps({"message": about}))
+        Path(path).write_text(json.dumps({"message": error}))
     except OSError:
         pass  # the line is printed all the same

@@ -7,13 +7,12 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Sequence
 
 import torch
 
 from megatron_asynchzp import mcore
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
-from megatron_asynchzp.mcore.patches.patch import Patch, apply_patches, found_version, mismatch
+from megatron_asynchzp.mcore.patches.patch import apply_patches, found_version, mismatch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
 from megatron_asynchzp.versions import TORCH, Version, untested
@@ -38,7 +37,7 @@ def prepare_process(argv: list[str]) -> None:
     _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")
 
 
-def patch_megatron(patches: Sequence[Patch] = PATCHES) -> None:
+def patch_megatron() -> None:
     """Apply the patches to a Megatron that has all that any module of ours imports from it.
 
     Raises ConfigurationError, before any change, with the name that is missing or too old.
@@ -59,7 +58,7 @@ def patch_megatron(patches: Sequence[Patch] = PATCHES) -> None:
                     raise
                 symbol = ".".join(filter(None, (error.name, error.name_from)))
                 raise mismatch(symbol, "does not exist") from error
-    apply_patches(patches)
+    apply_patches(PATCHES)
 
 
 def _announce(text: str) -> None:

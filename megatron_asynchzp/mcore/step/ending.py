@@ -73,12 +73,12 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
     except _LAST_WORDS as failure:
         return str(failure)  # a thread saw it, and what the main thread met followed from it
     collective = collective_of(error)
-    about = [
+    facts = [
         type(error).__name__,
         collective and f"in {collective}",
         communication.describe_position(),
     ]
-    text = " ".join(filter(None, about))
+    text = " ".join(filter(None, facts))
     roll_call = communication.driver.roll_call
     if roll_call is None or not isinstance(error, RuntimeError):  # as torch raises for a lost peer
         return text
