@@ -8,8 +8,8 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39104,
-    "docstring words": 37555,
+    "lines": 39103,
+    "docstring words": 37556,
     "docstring lines": 3796,
     "raise ConfigurationError": 315,
     "context variables": 3,

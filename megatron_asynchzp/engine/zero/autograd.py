@@ -209,8 +209,8 @@ class HZPRuntime(StepScheduler):
     def rehearsing(self, leaving_grads: Collection[nn.Parameter] = ()) -> Generator[None]:
         """Wrap the capture of CUDA graphs of modules with a seat, outside of steps. Collective.
 
-        Calls within compute with parameters of zeros. When the block ends, `leaving_grads` has the
-        parameters whose captured backwards add gradients to main_grad instead of autograd.
+        Calls within compute with zeros as parameters. At the end `leaving_grads` has the parameters
+        whose captured backwards add gradients to main_grad instead of giving them to autograd.
         """
         self.settle()
         seated = [unit for unit in self.units if unit.is_seated]

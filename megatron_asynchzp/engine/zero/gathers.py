@@ -121,8 +121,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             self._warn_once(
                 "departure",
                 f"step {self._driver.step} uses {unit.name} where the step before used "
-                f"{expected.name}: what follows in a step that departs from the one before is "
-                "gathered on demand",
+                f"{expected.name}: the rest of this step is gathered on demand",
             )
 
     def _warn_once(self, topic: str, text: str) -> None:
@@ -216,7 +215,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._warn_once(
             "early",
             "the model is used again between a backward and the update, so parameters are sent "
-            "after it; put all micro-batches but the last into no_sync(): as exact, and faster",
+            "after the update; put all micro-batches but the last into no_sync(), which is faster",
         )
 
     def note_growth(self, unit: HZPUnit) -> None:

@@ -45,8 +45,8 @@ class SavedViews:
     costs nothing and unpacks from the parameters gathered for backward.
 
     The hooks cost microseconds for each tensor. Layers of Megatron and Transformer Engine save the
-    parameter itself, which needs no hook. So a unit whose tensors saved no view in a whole step
-    loses the hooks, until a view is found when its memory is to be reused ([Note: views that
+    parameter itself, which needs no hook. So after a step in which autograd saved no view of a unit
+    the unit goes without, until a view is found when its memory is to be reused ([Note: views that
     outlive the unit]). That needs backwards that begin at a known output (may_go_without).
 
     [Note: hooks of others] Torch applies the innermost hooks alone. If a program has hooks of its

@@ -51,7 +51,7 @@ class KeepBudgets:
                 config.keeps_params_in_free_memory,
             )
         if config.keep_grads_nbytes:
-            # Unlike its parameters, the current unit's sum has no other memory: it counts.
+            # The current unit's sum counts: unlike its parameters, it is nowhere else in memory.
             grads = Residency[HZPUnit](
                 config.keep_grads_nbytes,
                 lambda unit: FP32_NBYTES * unit.layout.padded_numel,
@@ -295,7 +295,7 @@ class StepScheduler:
             return
         self.gathers.rebuild_in_last_order()
         for unit in order:
-            self.reductions.reopen(unit)  # as a second backward of a micro-batch does
+            self.reductions.reopen(unit)  # a micro-batch with several backwards does so
             self._complete_grads(unit)
 
     def _agree_on_reached(self) -> set[HZPUnit]:
@@ -466,8 +466,8 @@ class StepScheduler:
 def _refuse_keeping(units: Sequence[HZPUnit], flag: str) -> None:
     if any(unit.is_seated for unit in units):
         raise ConfigurationError(
-            f"{flag} does not work with CUDA graphs: a graph reads a layer's parameters, and "
-            "leaves its gradients, where those of the next layer come. Drop one of the two."
+            f"{flag} does not work with CUDA graphs: a graph's parameters and gradients lie where "
+            "the next layer's overwrite them. Drop one of the two."
         )
 
 

@@ -64,7 +64,7 @@ class HZPUnit:
     """Parameters that are unsharded, used and resharded together (FSDP's parameter group).
 
         at rest             model_param  [P shard, model dtype]
-                            main_grad    [G shard, fp32, or the groups' main_grad_dtype bf16]
+                            main_grad    [G shard, fp32 or bf16: groups.main_grad_dtype]
                             main_param   [O shard, fp32], within the other two ranges
         while it computes   + full parameters [padded_numel, model dtype]
         in backward         + full gradients  [padded_numel, fp32]

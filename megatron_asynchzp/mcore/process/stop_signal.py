@@ -45,7 +45,7 @@ class StopSignal:
         self._event = self._device.record_event()
 
     def signals_received(self) -> list[bool]:
-        """Return Megatron's answer, a list, the same on all ranks."""
+        """Return, in a list, whether any rank got the signal."""
         if self._answer is None:
             return [False]
         if not self._device.synchronize(self._event, self._limit_s):

@@ -351,7 +351,7 @@ class ShardedParameters:
 
     @property
     def are_grads_rounded(self) -> bool:
-        """Return whether main gradients are in bf16; raise ConfigurationError if only some are."""
+        """Return whether main gradients are in bf16; ConfigurationError if only some can."""
         dtypes = {grad.dtype for grad in self._grads.values()}
         others = [unit.name for unit in self.by_unit if unit.dtype != torch.bfloat16]
         if dtypes == {torch.bfloat16} and others:
