@@ -42,7 +42,7 @@ fi
 
 # Engine, patch points, parity with stock, checkpoints, PASA, the emulated device. The first has a
 # test that cannot be skipped: that the environment's versions are among the supported ones.
-tests=(tests/test_versions.py tests/test_sharded_model.py tests/zero/test_engine_parity.py
+tests=(tests/test_versions.py tests/library/step/test_sharded_model.py tests/zero/test_engine_parity.py
     tests/mcore/patches tests/mcore/test_differences.py tests/mcore/test_parity.py
     tests/mcore/checkpoint/test_resuming.py tests/mcore/attention
     tests/attention/test_equivalence.py tests/device/test_engine.py tests/device/test_torch.py)

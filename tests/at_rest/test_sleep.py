@@ -4,17 +4,18 @@
 and refuses everything else in one line."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import checkpoint
 
-from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError
 from megatron_asynchzp.engine.at_rest.host_copy import NUM_COPIES, HostCopy
 from megatron_asynchzp.engine.device import CpuDevice
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
+from tests.support.loops import Loop, load, save
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -23,33 +24,21 @@ NO_SLEEP: dict[int, int] = {}
 LEVELS = {1: 1, 2: 2, 3: 2, 5: 1}  # after so many steps
 
 
-def new_sharded(sizes: Sequence[int], dtype: torch.dtype) -> ShardedModel:
-    model = build_toy(dtype)
-    return shard(
-        model, model.blocks, ShardSizes(*sizes), lambda params: torch.optim.AdamW(params, lr=1e-2)
-    )
-
-
-def train_step(sharded: ShardedModel, step: int) -> float:
-    sharded.zero_grad()
-    loss = toy_loss(sharded.model, toy_batch(step, 0, torch.distributed.get_rank()))
-    loss.backward()
-    sharded.clip_grad_norm_(0.5)
-    sharded.step()
-    return loss.item()
+LOOP = Loop(partial(build_toy, BF16))
 
 
 def train(sizes: Sequence[int], dtype: torch.dtype, sleeps: dict[int, int]) -> tuple:
     """Losses, and all weights at the end."""
-    sharded, losses = new_sharded(sizes, dtype), []
+    loop, losses = Loop(partial(build_toy, dtype)), []
+    sharded = loop.sharded(sizes)
     for step in range(6):
-        losses.append(train_step(sharded, step))
+        losses += loop.train(sharded, [step])
         if step in sleeps:
             sharded.sleep(sleeps[step])
             sharded.wake()
         if step % 2:
             with torch.no_grad():
-                losses.append(toy_loss(sharded.model, toy_batch(step, 1, 0)).item())
+                losses.append((toy_loss(sharded.model, toy_batch(step, 1, 0)).item(), 0.0))
     weights = {name: value.tolist() for name, value in sharded.full_params()}
     sharded.close()
     return losses, weights
@@ -74,20 +63,18 @@ def test_training_goes_on_with_the_same_bits(sizes, dtype):
 
 def save_asleep(folder: Path) -> bool:
     awake, asleep = folder / "awake", folder / "asleep"
-    sharded = new_sharded((1, 2, 2), BF16)
-    train_step(sharded, 0)
-    checkpoint.save(sharded.state_dict(), checkpoint_id=awake)
+    sharded = LOOP.sharded((1, 2, 2))
+    LOOP.train(sharded, [0])
+    save(sharded, awake)
     sharded.sleep(2)
-    checkpoint.save(sharded.state_dict(), checkpoint_id=asleep)
+    save(sharded, asleep)
     sharded.wake()
-    expected = [train_step(sharded, 1), train_step(sharded, 2)]
+    expected = LOOP.train(sharded, (1, 2))
     sharded.close()
     for saved in (awake, asleep):
-        other = new_sharded((2, 2, 2), BF16)
-        state = other.state_dict()
-        checkpoint.load(state, checkpoint_id=saved)
-        other.load_state_dict(state)
-        assert [train_step(other, 1), train_step(other, 2)] == expected
+        other = LOOP.sharded((2, 2, 2))
+        load(other, saved)
+        assert LOOP.train(other, (1, 2)) == expected
         other.close()
     return True
 
@@ -97,7 +84,7 @@ def test_a_checkpoint_that_is_saved_asleep_is_the_one_that_is_saved_awake(tmp_pa
 
 
 def refuse_all() -> list[str]:
-    sharded = new_sharded((2, 2, 2), BF16)
+    sharded = LOOP.sharded((2, 2, 2))
     said: list[str] = []
 
     def refused(action) -> None:
@@ -142,7 +129,7 @@ def refuse_all() -> list[str]:
         meanwhile = sharded.state_dict()
         sharded.wake()
         refused(lambda state=meanwhile: sharded.load_state_dict(state))
-    train_step(sharded, 1)
+    LOOP.train(sharded, [1])
     sharded.close()
     return said
 
@@ -156,7 +143,7 @@ def test_what_needs_the_states_is_refused_while_it_sleeps_and_so_is_a_sleep_with
 
 def sleep_first() -> list[bool]:
     """Before the first step, and after one that a GradScaler left out."""
-    sharded, fresh = new_sharded((1, 2, 2), BF16), new_sharded((1, 2, 2), BF16)
+    sharded, fresh = LOOP.sharded((1, 2, 2)), LOOP.sharded((1, 2, 2))
     sharded.sleep(2)
     asleep = set(sharded.state_dict())
     sharded.wake()
@@ -168,7 +155,7 @@ def sleep_first() -> list[bool]:
     scaler.update()
     sharded.sleep(2)
     sharded.wake()
-    losses = [train_step(one, 1) for one in (sharded, fresh)]
+    losses = [LOOP.train(each, [1]) for each in (sharded, fresh)]
     found.append(losses[0] == losses[1])
     sharded.close()
     fresh.close()

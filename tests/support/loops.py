@@ -4,14 +4,24 @@
 losses and norms of both are compared. Knows no habit, no optimizer and no model but a toy."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 
-from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import (
+    ConfigurationError,
+    LoadPlanner,
+    SavePlanner,
+    ShardedModel,
+    ShardSizes,
+    shard,
+)
 from tests.support.engine import build_toy
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -39,6 +49,16 @@ def sharded_toy(sizes: Sequence[Any], model: Any = None, **kwargs: Any) -> Shard
 
 def params_of(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in sharded.full_params()}
+
+
+def save(sharded: ShardedModel, folder: Path, **state: Any) -> None:
+    checkpoint.save(sharded.state_dict(**state), checkpoint_id=folder, planner=SavePlanner())
+
+
+def load(sharded: ShardedModel, folder: Path, **given: Any) -> None:
+    state = sharded.state_dict(**given)
+    checkpoint.load(state, checkpoint_id=folder, planner=LoadPlanner())
+    sharded.load_state_dict(state)
 
 
 def optimizer_params(sharded: ShardedModel) -> list[nn.Parameter]:
@@ -141,6 +161,37 @@ def units_of(model: Any) -> list[nn.Module]:
     )
 
 
+@dataclass(frozen=True)
+class Loop:
+    """A model, its losses, optimizer and step, in shards and in one process."""
+
+    build: Callable[[], Any] = build_toy
+    losses: Losses = one
+    step: Step = usual_step
+    new_optimizer: Callable[[list], torch.optim.Optimizer] = new_adamw
+    units: Callable[[Any], Iterable[nn.Module]] = units_of
+    clip: Callable[[Iterable[nn.Parameter]], float] = clipped  # in one process, as `step` does
+
+    def sharded(self, sizes: Sequence[Any], model: Any = None, **kwargs: Any) -> ShardedModel:
+        model = self.build() if model is None else model
+        return shard(model, self.units(model), ShardSizes(*sizes), self.new_optimizer, **kwargs)
+
+    def train(
+        self,
+        sharded: ShardedModel,
+        steps: Iterable[int] = range(STEPS),
+        group: dist.ProcessGroup | None = None,
+    ) -> Seen:
+        return train(sharded, self.losses, self.step, steps, group)
+
+    def plainly(
+        self, steps: Iterable[int] = range(STEPS), model: Any = None, **kwargs: Any
+    ) -> list:
+        model = self.build() if model is None else model
+        how = {"clip": self.clip, "new_optimizer": self.new_optimizer} | kwargs
+        return train_plainly(model, self.losses, steps=steps, **how)
+
+
 def trains_alike(
     sizes: Sizes,
     build: Callable[[], nn.Module] = build_toy,
@@ -153,14 +204,13 @@ def trains_alike(
 ) -> None:
     """after: what is done to the model once it is sharded, and to the plain one; plainly: see
     train_plainly."""
-    plain, model = build(), build()
+    loop = Loop(build, losses, step, new_optimizer)
+    plain = build()
     after(plain)
-    expected = train_plainly(
-        plain, losses, steps=range(steps), new_optimizer=new_optimizer, **plainly
-    )
-    with shard(model, units_of(model), ShardSizes(*sizes), new_optimizer) as sharded:
-        after(model)
-        assert train(sharded, losses, step, range(steps)) == expected, sizes
+    expected = loop.plainly(range(steps), plain, **plainly)
+    with loop.sharded(sizes) as sharded:
+        after(sharded.model)
+        assert loop.train(sharded, range(steps)) == expected, sizes
 
 
 Turn = tuple[Sequence[int], Callable[[Sequence[Any], int, int], torch.Tensor]]

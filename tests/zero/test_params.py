@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """A parameter that cannot be sharded ends in one line with its name, its module and the remedy,
-before anything communicates. That the others train is in tests/test_sharded_model.py.
+before anything communicates. That the others train is in tests/library/step/test_sharded_model.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -250,7 +250,7 @@ MUTANTS = [
         "engine/failure/standstill.py",
         "(peers.is_closed or _has_called_more(peers))",
         "_has_called_more(peers)",
-        "tests/test_apart.py::test_another_order_an_early_end_and_a_wait_elsewhere_are_apart[True]",
+        "tests/library/step/test_apart.py::test_another_order_an_early_end_and_a_wait_elsewhere_are_apart[True]",
     ),
     Mutant(
         "a-slow-rank-is-apart",
@@ -258,6 +258,6 @@ MUTANTS = [
         "engine/failure/standstill.py",
         " and (peers.is_closed or _has_called_more(peers))",
         "",
-        "tests/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
+        "tests/library/step/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
     ),
 ]

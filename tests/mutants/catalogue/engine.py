@@ -59,7 +59,7 @@ MUTANTS = [
         "if self.theirs is None else _Theirs(self.theirs[0](tensor))",
         "",
         (
-            "tests/test_model_habits.py::"
+            "tests/library/forward/test_modules.py::"
             "test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name"
         ),
     ),
@@ -228,7 +228,7 @@ MUTANTS = [
         "for part in (slice(own.start), slice(own.stop, None)):",
         "for part in (slice(None),):",
         (
-            "tests/test_changed_behind.py::"
+            "tests/library/optimizers/test_changed_behind.py::"
             "test_until_the_step_the_optimizer_s_values_are_those_of_the_last_one"
         ),
     ),
@@ -249,7 +249,7 @@ MUTANTS = [
         "engine/zero/autograd.py",
         "                self.sent_check.check_unwritten(unit)\n",
         "",
-        "tests/test_changed_behind.py::"
+        "tests/library/optimizers/test_changed_behind.py::"
         "test_values_that_are_written_after_the_step_are_refused_at_their_next_use",
     ),
     Mutant(
@@ -259,7 +259,7 @@ MUTANTS = [
         "if tensor._version != version:",
         "if False:",
         (
-            "tests/library/test_saved_parts.py::"
+            "tests/library/values/test_saved_parts.py::"
             "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
         ),
     ),
@@ -270,7 +270,7 @@ MUTANTS = [
         "(tensor, tensor._base)",
         "(tensor,)",
         (
-            "tests/library/test_saved_parts.py::"
+            "tests/library/values/test_saved_parts.py::"
             "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
         ),
     ),
@@ -281,7 +281,7 @@ MUTANTS = [
         "if words != expected:",
         "if words[:2] != expected[:2]:",
         (
-            "tests/library/test_saved_parts.py::"
+            "tests/library/values/test_saved_parts.py::"
             "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
         ),
     ),
@@ -292,7 +292,7 @@ MUTANTS = [
         "self.plan if compared else plan",
         "plan",
         (
-            "tests/library/test_saved_parts.py::"
+            "tests/library/values/test_saved_parts.py::"
             "test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well"
         ),
     ),

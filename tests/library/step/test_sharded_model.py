@@ -15,20 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 
-from megatron_asynchzp import (
-    LoadPlanner,
-    SavePlanner,
-    ScheduleConfig,
-    ShardedModel,
-    ShardSizes,
-    shard,
-)
+from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks, start_process
 from tests.support import loops
 from tests.support.bare_environment import forget_other_packages
 from tests.support.engine import build_toy, nested_sizes
-from tests.support.loops import STEPS, new_adamw, params_of, usual_step
+from tests.support.loops import load, new_adamw, params_of, save, usual_step
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
 
@@ -56,14 +49,8 @@ def marking_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float
     return usual_step(sharded, marked())
 
 
-def train(
-    sharded: ShardedModel, steps: range, group: dist.ProcessGroup | None = None
-) -> loops.Seen:
-    return loops.train(sharded, of_micro_batches, marking_step, steps, group)
-
-
-def train_plainly(model: nn.Module, steps: range, ranks: Iterable[int] | None = None) -> list:
-    return loops.train_plainly(model, of_micro_batches, ranks, steps=steps, rel=1e-5)
+LOOP = loops.Loop(losses=of_micro_batches, step=marking_step)
+train, plainly = LOOP.train, partial(LOOP.plainly, rel=1e-5)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -79,11 +66,11 @@ def check_nestings(all_sizes: list[tuple[int, int, int]]) -> None:
     for is_tied in (False, True):
         model = build_toy(is_tied=is_tied)
         start = {name: param.detach().clone() for name, param in model.named_parameters()}
-        plain = train_plainly(model, range(STEPS))
+        plain = plainly(model=model)
         for sizes in [(4, 4, 4)] if is_tied else all_sizes:
             with sharded_toy(sizes, is_tied) as sharded:
                 assert_same(params_of(sharded), start)
-                assert train(sharded, range(STEPS)) == plain, (sizes, is_tied)
+                assert train(sharded) == plain, (sizes, is_tied)
 
 
 @pytest.mark.parametrize("all_sizes", [SOME_SIZES, slow_unless(False, nested_sizes(4))])
@@ -96,16 +83,6 @@ def sharded_keeping_toy(sizes: tuple[int, int, int]) -> ShardedModel:
     model = build_toy()
     schedule = ScheduleConfig(keep_grads_nbytes=2**15)
     return shard(model, model.blocks, ShardSizes(*sizes), new_adamw, schedule=schedule)
-
-
-def save(sharded: ShardedModel, folder: Path) -> None:
-    checkpoint.save(sharded.state_dict(), checkpoint_id=folder, planner=SavePlanner())
-
-
-def load(sharded: ShardedModel, folder: Path) -> None:
-    state = sharded.state_dict()
-    checkpoint.load(state, checkpoint_id=folder, planner=LoadPlanner())
-    sharded.load_state_dict(state)
 
 
 BUILDS: dict[str, Callable[..., ShardedModel]] = {
@@ -147,8 +124,8 @@ def check_groups() -> None:
     group = [dist.new_group(ranks) for ranks in pairs][pair]
     model = build_toy(depth=1 + pair)
     with shard(model, model.blocks, ShardSizes(1, 2, 2), new_adamw, group=group) as sharded:
-        ours = train(sharded, range(STEPS), group)
-    assert ours == train_plainly(build_toy(depth=1 + pair), range(STEPS), pairs[pair])
+        ours = train(sharded, group=group)
+    assert ours == plainly(model=build_toy(depth=1 + pair), ranks=pairs[pair])
 
 
 def test_two_groups_of_ranks_train_two_models_that_know_nothing_of_each_other():
@@ -212,7 +189,7 @@ def check_oddities(folder: Path) -> None:
     torch.manual_seed(5)
     plain = Oddities()
     plain.embedding.sparse = False  # torch's AdamW wants it so
-    theirs = train_plainly(plain, range(4))
+    theirs = plainly(range(4), plain)
     for how in (((2, 2, 2), 0), ((2, 2, 2), 2**20), ((1, 1, 2), 0)):
         with sharded_oddities(*how) as sharded:
             ours = train(sharded, range(2))
@@ -326,8 +303,8 @@ def check_model(build: Callable[[], tuple[nn.Module, Iterable[nn.Module]]]) -> N
     torch.manual_seed(5)
     model, layers = build()
     with shard(model, layers, ShardSizes(1, 2, 2), new_adamw) as sharded:
-        ours = train(sharded, range(STEPS))
-    assert ours == train_plainly(plain, range(STEPS))
+        ours = train(sharded)
+    assert ours == plainly(model=plain)
 
 
 @pytest.mark.parametrize("build", [new_encoder, new_llama])
@@ -348,7 +325,7 @@ def run_example(folder: Path, place: RankPlace) -> None:
 
 
 def test_the_example_of_the_readme_runs_as_it_stands_where_the_package_alone_is_installed(tmp_path):
-    page = (Path(__file__).parents[1] / "README.md").read_text()
+    page = (Path(__file__).parents[3] / "README.md").read_text()
     (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
     port = free_port()
     places = [RankPlace(rank, 4, 4, port) for rank in range(4)]

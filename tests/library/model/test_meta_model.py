@@ -203,7 +203,7 @@ def test_values_of_one_rank_come_with_every_bit_or_are_refused_by_name_on_all():
 
 # ---- transformers
 
-PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[3] / "docs" / "huggingface.md"
 
 
 def check_recipe(folder: Path, names: list[str]) -> None:

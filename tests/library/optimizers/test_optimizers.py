@@ -8,17 +8,17 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.library.states import refuse_optimizer
 from scripts.testbed.ranks import run_ranks
-from tests.support.loops import optimizer_params
+from tests.support.loops import Loop, load, optimizer_params, save, unclipped, unclipped_step
 from tests.support.selection import slow_unless
 
 SIZES = (2, 2, 4), (1, 1, 2), (2, 2, 2), (1, 1, 1)  # of 4 ranks
@@ -56,35 +56,44 @@ def loss_of(model: nn.Module, step: int, rank: int, head: int = 0) -> torch.Tens
     return (model(x, head) - 2).square().mean()
 
 
-def sharded_heads(new: New, sizes: Sequence[int]) -> ShardedModel:
-    model = build()
-    return shard(model, [*model.trunk, *model.heads], ShardSizes(*sizes), new)
-
-
 Chosen = Callable[[int], int]
+
+
+def loop_of(new: New, chosen: Chosen = lambda step: 0) -> Loop:
+    """In each step of the loop the head is taken that `chosen` says."""
+
+    def losses(model: nn.Module, step: int, rank: int) -> list[torch.Tensor]:
+        return [loss_of(model, step, rank, chosen(step))]
+
+    def units(model: Heads) -> list[nn.Module]:
+        return [*model.trunk, *model.heads]
+
+    return Loop(build, losses, unclipped_step, new, units, unclipped)
+
+
+def sharded_heads(new: New, sizes: Sequence[int]) -> ShardedModel:
+    return loop_of(new).sharded(sizes)
 
 
 def plainly(
     new: New, chosen: Chosen = lambda step: 0, steps: int = STEPS
 ) -> dict[str, torch.Tensor]:
     """What one process trains."""
-    model, world = build(), dist.get_world_size()
-    optimizer = new(list(model.named_parameters()))
-    getattr(optimizer, "train", bool)()
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(world):
-            (loss_of(model, step, rank, chosen(step)) / world).backward()
-        optimizer.step()
-    getattr(optimizer, "eval", bool)()
+    made: list[Any] = []
+
+    def started(params: list) -> torch.optim.Optimizer:
+        made.append(new(params))
+        getattr(made[0], "train", bool)()
+        return made[0]
+
+    model = build()
+    loop_of(started, chosen).plainly(range(steps), model)
+    getattr(made[0], "eval", bool)()
     return dict(model.named_parameters())
 
 
 def train(sharded: ShardedModel, steps: Sequence[int], chosen: Chosen = lambda step: 0) -> None:
-    for step in steps:
-        sharded.zero_grad()
-        loss_of(sharded.model, step, dist.get_rank(), chosen(step)).backward()
-        sharded.step()
+    loop_of(new_adamw, chosen).train(sharded, steps)
 
 
 def assert_same(sharded: ShardedModel, expected: dict[str, torch.Tensor], what: object) -> None:
@@ -394,12 +403,6 @@ def asked_too_early(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) ->
                 assert_same(sharded, expected, (name, sizes))
 
 
-def load(sharded: ShardedModel, folder: Path) -> None:
-    state = sharded.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
-    sharded.load_state_dict(state)
-
-
 def resumed(folder: Path, names: Sequence[str], all_sizes: Sequence[Sequence[int]]) -> None:
     """A checkpoint of before the first step and one of after it, each loaded into an optimizer that
     has a state and into one that has none, of other sizes."""
@@ -408,10 +411,10 @@ def resumed(folder: Path, names: Sequence[str], all_sizes: Sequence[Sequence[int
         expected = plainly(new)
         sizes, others = (all_sizes[(index + k) % len(all_sizes)] for k in range(2))
         with sharded_heads(new, sizes) as sharded:
-            checkpoint.save(sharded.state_dict(), checkpoint_id=there / "0")
+            save(sharded, there / "0")
             getattr(sharded.optimizer, "train", bool)()
             train(sharded, range(2))
-            checkpoint.save(sharded.state_dict(), checkpoint_id=there / "2")
+            save(sharded, there / "2")
             load(sharded, there / "0")
             getattr(sharded.optimizer, "train", bool)()
             if "hook" not in name:  # the schedule is not in the checkpoint
@@ -802,7 +805,7 @@ def test_shard_refuses_an_optimizer_of_whole_matrices_and_a_checkpoint_that_lack
 def load_fewer_states(folder: Path) -> str:
     with sharded_heads(of(torch.optim.Adam, amsgrad=True), (1, 1, 2)) as sharded:
         train(sharded, range(1))
-        checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
+        save(sharded, folder)
     with sharded_heads(of(torch.optim.Adam), (1, 1, 2)) as sharded:
         return refused(lambda: load(sharded, folder))
 

@@ -14,9 +14,16 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 
-from megatron_asynchzp import ConfigurationError, SavePlanner, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, SavePlanner, ShardedModel
 from scripts.testbed.ranks import run_ranks
-from tests.support.loops import assert_refused, new_adamw, optimizer_params
+from tests.support.loops import (
+    Loop,
+    assert_refused,
+    backward_all,
+    new_adamw,
+    optimizer_params,
+    unclipped_step,
+)
 
 Shadows = dict[str, torch.Tensor]
 STEPS, DECAY = 2, 0.9
@@ -28,13 +35,11 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
 
 
-def new_sharded(sizes: tuple[int, int, int]) -> ShardedModel:
-    model = build()
-    return shard(model, list(model), ShardSizes(*sizes), new_adamw)
+def losses_of(model: nn.Module, *_: int) -> list[torch.Tensor]:
+    return [model(torch.arange(8.0).view(2, 4)).square().mean()]
 
 
-def backward(model: nn.Module) -> None:
-    model(torch.arange(8.0).view(2, 4)).square().mean().backward()
+LOOP = Loop(build, losses_of, unclipped_step, units=list)
 
 
 def named(sharded: ShardedModel) -> dict[str, nn.Parameter]:
@@ -77,7 +82,7 @@ def averaged(sharded: ShardedModel, make: Any, update: Any, steps: int = STEPS) 
     shadows = {name: make(param) for name, param in named(sharded).items()}
     for _ in range(steps):
         sharded.zero_grad()
-        backward(sharded.model)
+        backward_all(losses_of(sharded.model))
         sharded.step()
         shadows = update(shadows, named(sharded))
     return shadows
@@ -89,7 +94,7 @@ def averaged_plainly() -> Shadows:
     shadows = {name: param.detach().clone() for name, param in model.named_parameters()}
     for _ in range(STEPS):
         optimizer.zero_grad()
-        backward(model)
+        backward_all(losses_of(model))
         optimizer.step()
         lerp(shadows, dict(model.named_parameters()))
     return shadows
@@ -102,7 +107,7 @@ def assert_close(found: Shadows, expected: Shadows, case: object) -> None:
 
 def save_averages(folder: Path, sizes: tuple[int, int, int]) -> None:
     for name, (make, update) in AVERAGES.items():
-        with new_sharded(sizes) as sharded:
+        with LOOP.sharded(sizes) as sharded:
             shadows = averaged(sharded, make, update)
             state = sharded.state_dict(extra={"ema": shadows})
             checkpoint.save(state, checkpoint_id=folder / name)
@@ -114,7 +119,7 @@ def load_averages(folder: Path, sizes: tuple[int, int, int]) -> None:
         whole = {key: torch.empty_like(value) for key, value in expected.items()}
         checkpoint.load({"ema": whole}, checkpoint_id=folder / name)
         assert_close(whole, expected, name)
-        with new_sharded(sizes) as sharded:
+        with LOOP.sharded(sizes) as sharded:
             shadows = {key: make(param).zero_() for key, param in named(sharded).items()}
             state = sharded.state_dict(extra={"ema": shadows})
             checkpoint.load(state, checkpoint_id=folder / name)
@@ -139,8 +144,8 @@ def test_averages_of_a_ranks_parts_are_loaded_into_other_sizes_and_numbers_of_ra
 
 
 def check_refusals(folder: Path) -> None:
-    with new_sharded((2, 2, 2)) as sharded:
-        backward(sharded.model)
+    with LOOP.sharded((2, 2, 2)) as sharded:
+        backward_all(losses_of(sharded.model))
         params = named(sharded)
         flat = torch.cat([param.detach().flatten() for param in params.values()])
         copies = {name: zeros(param) for name, param in params.items()}
@@ -219,8 +224,8 @@ def as_arrays(params: dict[str, nn.Parameter]) -> Any:
 
 
 def check_made_without_params(folder: Path) -> None:
-    with new_sharded((2, 2, 2)) as sharded:
-        backward(sharded.model)
+    with LOOP.sharded((2, 2, 2)) as sharded:
+        backward_all(losses_of(sharded.model))
         made = (as_tensors, as_a_list, as_one_tensor, as_outputs, as_a_module)
         # What no function of torch writes from a part has other values, which a planner can see.
         for make in (*made, as_data, as_arrays):
@@ -260,10 +265,10 @@ def test_parts_that_are_written_to_a_tensor_of_the_loop_are_refused_as_well(tmp_
 
 
 def check_early_states(folder: Path) -> None:
-    with new_sharded((2, 2, 2)) as sharded:
+    with LOOP.sharded((2, 2, 2)) as sharded:
         for param in optimizer_params(sharded):
             sharded.optimizer.state[param]["ema"] = param.detach().clone()
-        backward(sharded.model)
+        backward_all(losses_of(sharded.model))
         assert_refused(
             sharded.step, r"state of 0\.weight has 'ema' before its first update, where AdamW"
         )
@@ -284,7 +289,7 @@ def check_early_states(folder: Path) -> None:
 def averaged_plainly_once() -> Shadows:
     model = build()
     optimizer = new_adamw(model.named_parameters())
-    backward(model)
+    backward_all(losses_of(model))
     optimizer.step()
     return dict(model.named_parameters())
 

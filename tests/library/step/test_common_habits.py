@@ -314,7 +314,7 @@ def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
     (tmp_path / "run.py").write_text(WITHOUT_AN_END)
     port = free_port()
     environments = [os.environ | RankPlace(rank, 2, 2, port).environment() for rank in range(2)]
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[3])
     processes = [
         subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, env=env | {"PYTHONPATH": root})
         for env in environments

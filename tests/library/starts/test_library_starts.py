@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
 from tests.support import loops
-from tests.support.loops import SIZES, SIZES_OF_4, STEPS, new_adamw, unclipped, unclipped_step
+from tests.support.loops import SIZES, SIZES_OF_4, new_adamw, unclipped, unclipped_step
 from tests.support.selection import slow_unless
 
 
@@ -78,23 +78,17 @@ def of_words(model: nn.Module, step: int, rank: int) -> list[torch.Tensor]:
     return [model(batch(step, rank)).float().square().mean()]
 
 
-def train(sharded: ShardedModel, steps: int = STEPS) -> loops.Seen:
-    return loops.train(sharded, of_words, unclipped_step, range(steps))
-
-
-def train_plainly(model: nn.Module, steps: int = STEPS) -> list:
-    """The batches of all ranks one after the other, as each rank normalizes its own."""
-    return loops.train_plainly(model, of_words, clip=unclipped, steps=range(steps))
+LOOP = loops.Loop(plain, of_words, unclipped_step, clip=unclipped)
 
 
 def check_meta(all_sizes) -> None:
-    expected = train_plainly(plain())
+    expected = LOOP.plainly()
     for sizes in all_sizes:
         torch.manual_seed(3)
         model = on_meta()
         with shard(model, model.layers, ShardSizes(*sizes), new_adamw, device="cpu") as sharded:
             assert model.head.weight is model.embedding.weight
-            assert train(sharded) == expected, sizes
+            assert LOOP.train(sharded) == expected, sizes
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,7 @@ def check_exact_main_params(all_sizes) -> None:
             # A rate that bf16 alone would round away: the exact values move by it.
             for group in sharded.optimizer.param_groups:
                 group["lr"] = 1e-5
-            train(sharded, 1)
+            LOOP.train(sharded, range(1))
             for name, (held, values) in main.items():
                 moved = (values - exact[name].detach().reshape(-1)[held.start : held.stop]).abs()
                 if values.numel():
@@ -194,7 +188,7 @@ def check_exact_main_params(all_sizes) -> None:
 
 
 def check_meshes() -> None:
-    expected = train_plainly(plain())
+    expected = LOOP.plainly()
     for shape, names, sizes in (
         ((4,), ("dp",), (4, 4, 4)),
         ((2, 2), ("replicate", "shard"), (2, 2, 2)),
@@ -204,7 +198,7 @@ def check_meshes() -> None:
         with shard(model, model.layers, mesh, new_adamw) as sharded:
             groups = sharded.runtime.units[0].groups
             assert groups.topology.sizes == ShardSizes(*sizes)
-            assert train(sharded) == expected
+            assert LOOP.train(sharded) == expected
     model = plain()
     with pytest.raises(ConfigurationError, match="sizes is a mesh of 3 dimensions"):
         shard(model, model.layers, init_device_mesh("cpu", (1, 2, 2)), new_adamw)
@@ -213,16 +207,16 @@ def check_meshes() -> None:
 def check_reports(folder: Path) -> None:
     model = plain()
     with shard(model, model.layers, ShardSizes(2, 2, 2), new_adamw) as sharded:
-        train(sharded)
+        LOOP.train(sharded)
         sharded.take_report()
-        train(sharded, 2)
+        LOOP.train(sharded, range(2))
         report = sharded.take_report()
         units = len(sharded.runtime.units)
         assert report.reductions_per_step == units <= report.gathers_per_step <= 2 * units
         assert report.exposed_ms is not None and 0 <= report.overlap_percent <= 100
         file = folder / f"{dist.get_rank()}.json"
         with sharded.trace(file):
-            train(sharded, 1)
+            LOOP.train(sharded, range(1))
     events = json.loads(file.read_text())["traceEvents"]
     assert {"gather", "reduce"} <= {event.get("cat", event.get("name")) for event in events} | {
         str(event.get("args", {}).get("name")) for event in events

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import checkpoint
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
-from tests.support.loops import assert_refused, optimizer_params
+from tests.support.loops import (
+    CLIP,
+    Loop,
+    assert_refused,
+    backward_all,
+    load,
+    optimizer_params,
+    save,
+)
 
 MODES = torch.inference_mode, torch.no_grad
 Call = Callable[[ShardedModel, Path], object]
@@ -31,33 +38,16 @@ def new_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=torch.tensor(1e-2), amsgrad=True)
 
 
-def new_sharded(sizes: tuple[int, int, int], **kwargs: Any) -> ShardedModel:
-    model = build()
-    return shard(model, [model[0], model[2]], ShardSizes(*sizes), new_adamw, **kwargs)
+def losses_of(model: nn.Module, *_: int) -> list[torch.Tensor]:
+    return [model(torch.arange(8.0).view(2, 4)).square().sum()]
 
 
-def backward(sharded: ShardedModel) -> None:
-    sharded.model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+LOOP = Loop(build, losses_of, new_optimizer=new_adamw, units=lambda model: [model[0], model[2]])
 
 
-def train(sharded: ShardedModel, steps: int) -> list[torch.Tensor]:
-    norms = []
-    for _ in range(steps):
-        sharded.zero_grad()
-        backward(sharded)
-        norms.append(sharded.clip_grad_norm_(0.5))
-        sharded.step()
-    return norms
-
-
-def save(sharded: ShardedModel, folder: Path) -> None:
-    checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
-
-
-def load(sharded: ShardedModel, folder: Path) -> None:
-    state = sharded.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
-    sharded.load_state_dict(state)
+def train(sharded: ShardedModel, steps: int) -> list[float]:
+    """Return the norms."""
+    return [norm for _, norm in LOOP.train(sharded, range(steps))]
 
 
 def evaluate(sharded: ShardedModel, _: Path) -> None:
@@ -146,10 +136,10 @@ def assert_same(sharded: ShardedModel, expected: dict[str, torch.Tensor], case: 
 
 
 def check_first_calls(folder: Path, mode: Callable[[], Any]) -> None:
-    with new_sharded((2, 2, 2)) as sharded:
+    with LOOP.sharded((2, 2, 2)) as sharded:
         norms, expected = train(sharded, 1), whole_values(sharded)
     for name, call in CALLS.items():
-        with new_sharded((2, 2, 2)) as sharded:
+        with LOOP.sharded((2, 2, 2)) as sharded:
             with mode():
                 call(sharded, folder)
             assert train(sharded, 1) == norms, (mode, name)
@@ -158,10 +148,10 @@ def check_first_calls(folder: Path, mode: Callable[[], Any]) -> None:
 
 def check_calls_between_steps(folder: Path, mode: Callable[[], Any]) -> None:
     for sizes in (2, 2, 2), (1, 1, 2):
-        with new_sharded(sizes) as sharded:
+        with LOOP.sharded(sizes) as sharded:
             norms = train(sharded, len(CALLS))
             expected = whole_values(sharded)
-        with new_sharded(sizes) as sharded:
+        with LOOP.sharded(sizes) as sharded:
             for norm, (name, call) in zip(norms, CALLS.items(), strict=True):
                 with mode():
                     call(sharded, folder)
@@ -188,7 +178,7 @@ def test_every_public_method_is_among_the_calls():
 
 def check_phases(folder: Path, mode: Callable[[], Any]) -> None:
     sizes = (2, 2, 2)
-    with new_sharded(sizes) as sharded:
+    with LOOP.sharded(sizes) as sharded:
         norms = train(sharded, 1)
         save(sharded, folder)
         norms += train(sharded, 2)
@@ -202,22 +192,22 @@ def check_phases(folder: Path, mode: Callable[[], Any]) -> None:
     def built_in_the_mode() -> ShardedModel:
         model = build()
         with mode():
-            return shard(model, [model[0]], ShardSizes(*sizes), new_adamw)
+            return LOOP.sharded(sizes, model)
 
     def stepped(step: Callable[[ShardedModel], object]) -> ShardedModel:
-        sharded = new_sharded(sizes)
+        sharded = LOOP.sharded(sizes)
         for index in range(3):
             with mode():
                 sharded.zero_grad()
-            backward(sharded)
+            backward_all(losses_of(sharded.model))
             with mode():
-                assert sharded.clip_grad_norm_(0.5) == norms[index]
+                assert sharded.clip_grad_norm_(CLIP).item() == norms[index]
                 step(sharded)
         return sharded
 
-    with new_sharded(sizes) as fresh:  # without a state that a load could write to
+    with LOOP.sharded(sizes) as fresh:  # without a state that a load could write to
         resumed(fresh)
-    with new_sharded(sizes) as stale:
+    with LOOP.sharded(sizes) as stale:
         train(stale, 1)
         resumed(stale)
     ends = [stepped(lambda s: s.step()), stepped(lambda s: s.optimizer.step())]

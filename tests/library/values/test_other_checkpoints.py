@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from megatron_asynchzp import ConfigurationError, LoadPlanner, ShardedModel, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
-from tests.support.loops import new_adamw, one, sharded_toy, usual_step
+from tests.support.loops import load, new_adamw, one, save, sharded_toy, usual_step
 from tests.support.toy_models import toy_batch, toy_loss
 
-_PAGE = Path(__file__).parents[1] / "docs" / "library.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "library.md"
 
 
 def shared_folder() -> Path:
@@ -51,10 +51,6 @@ def one_cycle(sharded: ShardedModel) -> OneCycleLR:
 
 def cosine(sharded: ShardedModel) -> CosineAnnealingLR:
     return CosineAnnealingLR(sharded.optimizer, T_max=4)
-
-
-def save(sharded: ShardedModel, folder: Path) -> None:
-    checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
 
 
 def save_beside(sharded: ShardedModel, folder: Path) -> Any:
@@ -123,12 +119,6 @@ def groups_go_on() -> None:
         with grouped((2, 2, 2), *kinds) as other:
             with pytest.raises(ConfigurationError, match="parameters of 2 groups with other set"):
                 load(other, folder)
-
-
-def load(sharded: ShardedModel, folder: Path) -> None:
-    state = sharded.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
-    sharded.load_state_dict(state)
 
 
 def settings_of(sharded: ShardedModel) -> list[dict]:
