@@ -4,23 +4,31 @@
 moved, saved or loaded meanwhile."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint
 
-from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel
 from megatron_asynchzp.engine.sharding.host_room import num_on_host
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
+from tests.support.loops import (
+    Loop,
+    load,
+    marking_step,
+    of_micro_batches,
+    optimizer_params,
+    save,
+    stepping,
+)
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_loss
 
 FP32, BF16 = torch.float32, torch.bfloat16
-STEPS = 3
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -70,35 +78,25 @@ OPTIMIZERS = {
 def new_sharded(
     sizes: Sequence[int], dtype: torch.dtype, name: str, offload: float, **schedule: Any
 ) -> ShardedModel:
-    model = build_toy(dtype)
-    config = ScheduleConfig(**schedule)
-    new_optimizer = OPTIMIZERS[name]
-    return shard(
-        model, model.blocks, ShardSizes(*sizes), new_optimizer, schedule=config, offload=offload
-    )
+    loop = Loop(partial(build_toy, dtype), new_optimizer=OPTIMIZERS[name])
+    return loop.sharded(sizes, schedule=ScheduleConfig(**schedule), offload=offload)
 
 
-def train_step(sharded: ShardedModel, step: int) -> tuple[float, float]:
-    sharded.zero_grad()
-    total = 0.0
-    for index in range(2):
-        sharded.set_is_last_micro_batch(index == 1)
-        loss = toy_loss(sharded.model, toy_batch(step, index, dist.get_rank()))
-        loss.backward()
-        total += loss.item()
-    with torch.no_grad():  # gathers that are still there when the update comes
-        total += toy_loss(sharded.model, toy_batch(step, 2, 0)).item()
-    norm = sharded.clip_grad_norm_(0.5)
-    sharded.step()
-    return total, norm.item()
+def evaluate(sharded: ShardedModel) -> None:
+    """Its gathers are still there when the update comes."""
+    with torch.no_grad():
+        toy_loss(sharded.model, toy_batch(5, 2, 0))
+
+
+STEP = partial(marking_step, step=stepping(between=evaluate))
+train = Loop(losses=of_micro_batches, step=STEP).train
 
 
 def states_of(sharded: ShardedModel) -> list[Any]:
-    optimizer = sharded.optimizer
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = sharded.optimizer.state
     return [
-        {key: torch.as_tensor(value).tolist() for key, value in optimizer.state[param].items()}
-        for param in params
+        {key: torch.as_tensor(value).tolist() for key, value in state[param].items()}
+        for param in optimizer_params(sharded)
         if param.numel()
     ]
 
@@ -118,8 +116,7 @@ def train_each(
     found = []
     for fraction in fractions:
         with new_sharded(sizes, dtype, name, fraction, **schedule) as sharded:
-            losses = [train_step(sharded, step) for step in range(STEPS)]
-            found.append((num_away(sharded), (losses, ends_of(sharded))))
+            found.append((num_away(sharded), (train(sharded), ends_of(sharded))))
     return found
 
 
@@ -128,13 +125,13 @@ def train_and_load(sizes: Sequence[int], dtype: torch.dtype, fractions: Sequence
     whole, found = build_toy(dtype).state_dict(), []
     for fraction in fractions:
         with new_sharded(sizes, dtype, "AdamW", fraction) as sharded:
-            train_step(sharded, 0)
+            train(sharded, [0])
             sharded.load_full_params(whole if dist.get_rank() == 0 else None)
-            losses = [train_step(sharded, 1)]
+            losses = train(sharded, [1])
             sharded.sleep(2)
             sharded.wake()
             sharded.model.load_state_dict(whole)
-            found.append((losses, train_step(sharded, 2), ends_of(sharded)))
+            found.append((losses, train(sharded, [2]), ends_of(sharded)))
     return found
 
 
@@ -178,26 +175,24 @@ def save_and_load(folder: Path) -> bool:
     saved: list[tuple[Path, Any]] = []
     for fraction in (0.0, 0.7):
         sharded = new_sharded((1, 2, 2), BF16, "AdamW", fraction)
-        train_step(sharded, 0)
+        train(sharded, [0])
         for level in (0, 1, 2):
             if level:
                 sharded.sleep(level)
             saved.append((folder / f"{fraction}-{level}", None))
-            checkpoint.save(sharded.state_dict(), checkpoint_id=saved[-1][0])
+            save(sharded, saved[-1][0])
             if level:
                 sharded.wake()
-        expected = [train_step(sharded, 1), train_step(sharded, 2)], ends_of(sharded)[0]
+        expected = train(sharded, (1, 2)), ends_of(sharded)[0]
         saved = [(path, expected if end is None else end) for path, end in saved]
         sharded.close()
     assert all(end == saved[0][1] for _, end in saved)
     for index, (path, expected) in enumerate(saved):
         for fraction in (0.0, 1.0) if index == len(saved) - 1 else (float(index % 2),):
             other = new_sharded((2, 2, 2), BF16, "AdamW", fraction)
-            train_step(other, 5)  # states that are written over
-            state = other.state_dict()
-            checkpoint.load(state, checkpoint_id=path)
-            other.load_state_dict(state)
-            own = [train_step(other, 1), train_step(other, 2)], ends_of(other)[0]
+            train(other, [5])  # states that are written over
+            load(other, path)
+            own = train(other, (1, 2)), ends_of(other)[0]
             assert own == expected, (path, fraction)
             other.close()
     return True
@@ -240,7 +235,7 @@ def refuse_all() -> list[str]:
         OPTIMIZERS["other"] = new_optimizer
         refused(lambda: new_sharded((2, 2, 2), BF16, "other", 1.0))
     sharded = new_sharded((2, 2, 2), BF16, "AdamW", 1.0)
-    train_step(sharded, 0)
+    train(sharded, [0])
     param = next(one for one in sharded.optimizer.param_groups[0]["params"] if one.numel())
     assert torch.isnan(param).all()
     refused(lambda: setattr(param, "data", torch.zeros_like(param)))

@@ -25,7 +25,7 @@ from megatron_asynchzp import (
 from tests.support.engine import build_toy
 from tests.support.toy_models import toy_batch, toy_loss
 
-CLIP, STEPS = 0.3, 3
+CLIP, STEPS, MICRO_BATCHES = 0.3, 3, 2
 Sizes = tuple[int, int, int]
 SIZES: tuple[Sizes, ...] = (2, 2, 2), (1, 1, 2)
 SIZES_OF_4: tuple[Sizes, ...] = (4, 4, 4), (2, 2, 4), (1, 2, 4), (1, 1, 1)
@@ -69,6 +69,11 @@ def one(model: nn.Module, step: int, rank: int) -> Iterable[torch.Tensor]:
     yield toy_loss(model, toy_batch(step, 0, rank))
 
 
+def of_micro_batches(model: nn.Module, step: int, rank: int) -> Iterable[torch.Tensor]:
+    for index in range(MICRO_BATCHES):
+        yield toy_loss(model, toy_batch(step, index, rank)) / MICRO_BATCHES
+
+
 def backward_all(losses: Iterable[torch.Tensor]) -> None:
     for loss in losses:
         loss.backward()
@@ -93,6 +98,20 @@ def stepping(
 
 
 usual_step, unclipped_step = stepping(), stepping(clips=False)
+
+
+def marking_step(
+    sharded: ShardedModel, losses: Iterable[torch.Tensor], step: Step = usual_step
+) -> float:
+    """As the README's, which says before each forward whether it is the last one of the step."""
+
+    def marked() -> Iterable[torch.Tensor]:
+        left = iter(losses)
+        for index in range(MICRO_BATCHES):
+            sharded.set_is_last_micro_batch(index == MICRO_BATCHES - 1)
+            yield next(left)
+
+    return step(sharded, marked())
 
 
 def train(

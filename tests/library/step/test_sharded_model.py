@@ -21,32 +21,21 @@ from scripts.testbed.ranks import RankPlace, free_port, run_ranks, start_process
 from tests.support import loops
 from tests.support.bare_environment import forget_other_packages
 from tests.support.engine import build_toy, nested_sizes
-from tests.support.loops import load, new_adamw, params_of, save, usual_step
+from tests.support.loops import (
+    MICRO_BATCHES,
+    load,
+    marking_step,
+    new_adamw,
+    of_micro_batches,
+    params_of,
+    save,
+)
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
-
-MICRO_BATCHES = 2
 
 
 def sharded_toy(sizes: tuple[Any, ...], is_tied: bool = False, **kwargs) -> ShardedModel:
     return loops.sharded_toy(sizes, build_toy(is_tied=is_tied, **kwargs))
-
-
-def of_micro_batches(model: nn.Module, step: int, rank: int) -> Iterable[torch.Tensor]:
-    for index in range(MICRO_BATCHES):
-        yield toy_loss(model, toy_batch(step, index, rank)) / MICRO_BATCHES
-
-
-def marking_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
-    """As the README's, which says before each forward whether it is the last one of the step."""
-
-    def marked() -> Iterable[torch.Tensor]:
-        left = iter(losses)
-        for index in range(MICRO_BATCHES):
-            sharded.set_is_last_micro_batch(index == MICRO_BATCHES - 1)
-            yield next(left)
-
-    return usual_step(sharded, marked())
 
 
 LOOP = loops.Loop(losses=of_micro_batches, step=marking_step)
