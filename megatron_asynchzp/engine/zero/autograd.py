@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import nn
@@ -238,6 +238,13 @@ class HZPRuntime(StepScheduler):
         """Let always unsharded parameters notice uses outside of forward and backward."""
         for unit in self._resting:
             unit.guard.hide()
+
+    @override
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self.grad_hooks.release_accumulators()
 
     def detach(self) -> None:
         try:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the engine's hooks on gradients, and autograd's nodes that accumulate them."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,10 +22,19 @@ class GradHooks:
         self._accumulators: list[Any] = []
 
     def attach(self, unit: HZPUnit, take: Callable[[HZPUnit, int], None], takes_all: bool) -> None:
-        """Call `take` for each large gradient, or all, when complete; small ones come together."""
+        """Call `take` for each large gradient, or all, when complete; small ones come together.
+
+        A hook must not keep the unit, which has its process groups: Python's collector of cycles
+        does not see the hooks of a tensor.
+        """
+        alive = weakref.ref(unit)
 
         def hook_of(index: int) -> Callable[[torch.Tensor], None]:
-            return lambda _param: take(unit, index)
+            def hook(_param: torch.Tensor) -> None:
+                if (own := alive()) is not None:
+                    take(own, index)
+
+            return hook
 
         for index, param in enumerate(unit.params):
             if param.requires_grad and (takes_all or param.nbytes >= LARGE_GRAD_NBYTES):
@@ -64,8 +74,11 @@ class GradHooks:
                 data, param.data = param.data, empty
                 param.data = data
 
+    def release_accumulators(self) -> None:
+        """Let the nodes go at the end: they keep the parameters, and so all of the engine."""
+        self._accumulators.clear()
+
     def remove(self) -> None:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self._accumulators.clear()
