@@ -22,19 +22,23 @@ if TYPE_CHECKING:
         stream_weights,
     )
     from megatron_asynchzp.library.sharded_model import ShardedModel, shard
+    from megatron_asynchzp.mcore.door.install import install
+    from megatron_asynchzp.mcore.door.whole import whole
+    from megatron_asynchzp.mcore.flags.config import AsyncHZPConfig
     from megatron_asynchzp.weight_delta import WeightDelta, apply_delta
 
 __version__ = "0.1.0"
 # fmt: off
-__all__ = ["ConfigurationError", "LoadPlanner", "SavePlanner", "ScheduleConfig", "ShardSizes",
-           "ShardedModel", "WeightDelta", "apply_delta", "forget_mark", "mark_weights", "save_hf",
-           "shard", "stream_changes", "stream_weights"]
+__all__ = ["AsyncHZPConfig", "ConfigurationError", "LoadPlanner", "SavePlanner", "ScheduleConfig",
+           "ShardSizes", "ShardedModel", "WeightDelta", "apply_delta", "forget_mark", "install",
+           "mark_weights", "save_hf", "shard", "stream_changes", "stream_weights", "whole"]
 # fmt: on
 
 _HOMES = {
     "shard": "library.sharded_model",
     "ShardedModel": "library.sharded_model",
     "ShardSizes": "engine.sharding.topology",
+    "AsyncHZPConfig": "mcore.flags.config",
     "ConfigurationError": "errors",
     "LoadPlanner": "checkpoint_files.parts",
     "SavePlanner": "checkpoint_files.parts",
@@ -42,10 +46,12 @@ _HOMES = {
     "WeightDelta": "weight_delta",
     "apply_delta": "weight_delta",
     "forget_mark": "hf.weight_stream",
+    "install": "mcore.door.install",
     "mark_weights": "hf.weight_stream",
     "save_hf": "hf.save_running",
     "stream_changes": "hf.weight_stream",
     "stream_weights": "hf.weight_stream",
+    "whole": "mcore.door.whole",
 }
 
 

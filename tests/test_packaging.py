@@ -135,8 +135,8 @@ def missing_at_import(extras: Sequence[str]) -> dict[str, str]:
     import megatron_asynchzp as ours
 
     for module in pkgutil.walk_packages(ours.__path__, f"{ours.__name__}."):
-        # The adaptor patches Megatron when it is imported.
-        if module.name != "megatron_asynchzp.mcore.adaptor":
+        # These patch Megatron when they are imported.
+        if not module.name.endswith(("mcore.adaptor", "mcore.door.plugin")):
             try:
                 import_module(module.name)
             except ModuleNotFoundError as error:

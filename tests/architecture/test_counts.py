@@ -8,12 +8,12 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39103,
-    "docstring words": 37556,
-    "docstring lines": 3796,
-    "raise ConfigurationError": 315,
+    "lines": 39813,
+    "docstring words": 38299,
+    "docstring lines": 3873,
+    "raise ConfigurationError": 330,
     "context variables": 3,
-    "assignments of __class__": 8,
+    "assignments of __class__": 9,
     "reads of stack frames": 3,
     "methods of StepScheduler and HZPRuntime": 60,
     "methods of HZPUnit": 43,

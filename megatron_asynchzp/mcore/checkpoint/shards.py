@@ -147,7 +147,7 @@ class ChunkCheckpoint:
         self._runtime = runtime
         self._snapshots = snapshots
         self._model: Any = unwrap_model(module)
-        self._describe = self._model.sharded_state_dict
+        self._describe, self._load = self._model.sharded_state_dict, self._model.load_state_dict
         self._model.sharded_state_dict = self.sharded_state_dict
         self._pieces: dict[torch.nn.Parameter, list[list[StoredRun]]] = {}
         self._asked: dict[str, dict[str, Any]] = {}
@@ -236,10 +236,13 @@ class ChunkCheckpoint:
     # ---- what was read
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
         """Load the entries of the last `sharded_state_dict`. Collective over the sharding groups.
 
-        Raises ConfigurationError if the checkpoint lacks an entry that the model has.
+        Returns missing and unexpected keys of buffers and extra states. Raises ConfigurationError
+        if the checkpoint lacks a shard or, with `strict`, another entry.
         """
         self._runtime.check_awake()
         rest = dict(state_dict)
@@ -249,20 +252,22 @@ class ChunkCheckpoint:
         if self._is_spread:
             for unit in self._runtime.units:
                 broadcast_to_replicas(unit, [unit.model_param.view(unit.optim_range)])
-        self._load_rest(rest)
+        missing, unexpected = self._load_rest(rest, strict)
         self._runtime.complete_params()
+        return missing, unexpected
 
-    def _load_rest(self, state_dict: dict[str, Any]) -> None:
+    def _load_rest(self, state_dict: dict[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         own = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        missing, unexpected = self._model.load_state_dict(state_dict, strict=False)
+        missing, unexpected = self._load(state_dict, strict=False)
         # Transformer Engine's extra states come and go with its versions; Megatron lets them.
         missing = [n for n in missing if n not in own and not n.endswith("_extra_state")]
         unexpected = [name for name in unexpected if not name.endswith("_extra_state")]
-        if missing or unexpected:
+        if strict and (missing or unexpected):
             fault = (
                 f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
             )
             raise ConfigurationError(f"the checkpoint {fault} the model")
+        return missing, unexpected
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,10 @@ and the text that explains each choice. Importing this file loads no torch.
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 NODE, WORLD = "node", "world"
 """Rules for a shard size, which give a number for any number of nodes."""
 _MIB, _GIB = 2**20, 2**30
+_ALIKE = 0.93  # how alike the name of a variable is to the one that was meant
 
 
 # ---- readers of one value: from a word of a command line, or from a value
@@ -244,6 +247,24 @@ class AsyncHZPConfig:
             values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
+    @classmethod
+    def of_environment(cls) -> "AsyncHZPConfig":
+        """Make a config of variables: ASYNCHZP_PARAM_SHARD_SIZE=2 and so on.
+
+        Raises ConfigurationError for a value that no run can have, and for a misspelt name.
+        """
+        known = {name.upper(): name for name in OPTIONS}
+        values: dict[str, Any] = {}
+        for variable, word in os.environ.items():
+            prefix, _, name = variable.partition("ASYNCHZP_")
+            if prefix or not name:
+                continue
+            if name in known:
+                values[known[name]] = _value_of_word(variable, known[name], word)
+            elif meant := get_close_matches(name, known, 1, _ALIKE):
+                raise ConfigurationError(f"{variable}: unknown; did you mean ASYNCHZP_{meant[0]}?")
+        return cls(**values)
+
     def __post_init__(self) -> None:
         for name, made in OPTIONS.items():
             value, flag = getattr(self, name), flag_of(name)
@@ -350,6 +371,21 @@ def _check_value(flag: str, value: Any, read: Callable | None, choices: Sequence
             read(value)
         except (ValueError, TypeError) as error:
             raise ConfigurationError(f"{flag}: {error}") from error
+
+
+def _value_of_word(variable: str, name: str, word: str) -> Any:
+    """The value of a field that an environment variable spells."""
+    default, read = default_of(name), OPTIONS[name].metadata["read"]
+    if isinstance(default, bool):
+        if word not in ("0", "1"):
+            raise ConfigurationError(f"{variable}={word}: give 1 or 0")
+        return word == "1"
+    if isinstance(default, tuple):
+        return tuple(word.split())
+    try:
+        return word if read is None else read(word)
+    except ValueError as error:
+        raise ConfigurationError(f"{variable}={word}: {error}") from error
 
 
 def _nbytes(gib: Any) -> int:

@@ -33,13 +33,14 @@ class MegatronSettings:
 
     def has(self, name: str) -> bool:
         """Whether a source has the setting; a version of megatron-core may lack it."""
-        return any(hasattr(source, known) for source, known in self._places(name))
+        return any(hasattr(source, known) for source, known in self.places(name))
 
     def __getattr__(self, name: str) -> Any:
-        found = (getattr(*place) for place in self._places(name) if hasattr(*place))
+        found = (getattr(*place) for place in self.places(name) if hasattr(*place))
         return next(found, None)
 
-    def _places(self, name: str) -> Iterator[tuple[Any, str]]:
+    def places(self, name: str) -> Iterator[tuple[Any, str]]:
+        """Yield each source with each name under which it may have the setting."""
         return product(self._sources, dict.fromkeys((name, _FIELDS.get(name, name))))
 
 

@@ -25,7 +25,7 @@ class Patch:
     """A function that is replaced, in every module that holds it under its name.
 
     Args:
-        target: Module and name under which Megatron looks the function up when it calls it.
+        target: Module, or class, and name under which Megatron looks the function up when it calls.
         parameters: Names of its parameters, separated by spaces; any others are refused. One that
         older versions lack is followed by the first version with it: "new[0.19]"; one that newer
         versions lack by the last with it: "old[-0.19]". why: What the replacement adds. drop_when:
@@ -104,13 +104,16 @@ def mismatch(symbol: str, fact: str) -> ConfigurationError:
     )
 
 
-def _load(patch: Patch) -> tuple[ModuleType, Callable]:
+def _load(patch: Patch) -> tuple[ModuleType | type, Callable]:
+    above, _, name = patch.module.rpartition(".")
+    is_class = name[:1].isupper()
     try:
-        module = importlib.import_module(patch.module)
+        module: Any = importlib.import_module(above if is_class else patch.module)
     except ModuleNotFoundError as error:
         if error.name and not patch.module.startswith(error.name):
             raise  # something that Megatron needs is missing: its own message is the better one
         raise mismatch(patch.target, "does not exist") from error
+    module = getattr(module, name, None) if is_class else module
     if not hasattr(module, patch.attribute):
         raise mismatch(patch.target, "does not exist")
     return module, getattr(module, patch.attribute)

@@ -36,9 +36,17 @@ def refuse_other_flags(megatron: Any) -> None:
         for name, value in vars(megatron).items()
         if not _OF_ONE_RANK.fullmatch(name)
     }
+    check_ranks_agree(flags)
+
+
+def check_ranks_agree(settings: dict[str, str]) -> None:
+    """Raise ConfigurationError, on every rank, where `settings`, versions or environment differ.
+
+    Collective over the world.
+    """
     process = process_settings() | {"the version of megatron-core": found_version()}
     check_same_settings(
-        flags | process,
+        settings | process,
         None,
         torch.accelerator.current_accelerator() or torch.device("cpu"),
         "start every rank with the same flags, versions and environment",

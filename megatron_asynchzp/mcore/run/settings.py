@@ -6,7 +6,7 @@ its checkpoints need it: the user's choices, and what Megatron's settings say. M
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.arguments import config_of, schedule_of
 from megatron_asynchzp.mcore.flags.config import AUTO, AsyncHZPConfig, TraceRequest
 from megatron_asynchzp.mcore.flags.pasa import CaptureRequest, PasaOptions
@@ -106,6 +107,7 @@ class Run:
     settings: RunSettings | None  # None without --use-asynchzp
     attention: PasaOptions | None  # None without --use-pasa-attention
     capture: CaptureRequest | None
+    config: AsyncHZPConfig | None = None  # of install(): settings come with the first optimizer
 
     # A process has one run, as its interpreter has one Megatron.
     _current: ClassVar["Run | None"] = None
@@ -121,6 +123,29 @@ class Run:
             PasaOptions.of(args) if has_attention else None,
             CaptureRequest.of(getattr(args, "asynchzp_capture_attention", None)),
         )
+
+    @classmethod
+    def begin_installed(cls, config: AsyncHZPConfig) -> None:
+        """Let the first optimizer that is made bring the settings of this process."""
+        Run._current = cls(None, None, None, None, config)
+
+    def meet_model(self, megatron: Any, settings: RunSettings) -> None:
+        """Take the settings of a model; those of a second one must be the same."""
+        if self.settings is not None:
+            step_of_run = self.settings.number_of_step  # a function, equal to no other
+            if (theirs := replace(settings, number_of_step=step_of_run)) != self.settings:
+                differing = next(
+                    name
+                    for name in (field.name for field in fields(RunSettings))
+                    if getattr(theirs, name) != getattr(self.settings, name)
+                )
+                raise ConfigurationError(
+                    f"a second model of this process needs {differing} "
+                    f"{getattr(theirs, differing)}, and the first one has "
+                    f"{getattr(self.settings, differing)}; give both the same settings, or train "
+                    "them in two processes"
+                )
+        Run._current = replace(self, megatron=megatron, settings=settings)
 
     @classmethod
     def current(cls) -> "Run | None":

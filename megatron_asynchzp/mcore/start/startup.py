@@ -7,15 +7,18 @@ import os
 import pkgutil
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
 from megatron_asynchzp import mcore
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
-from megatron_asynchzp.mcore.patches.patch import apply_patches, found_version, mismatch
+from megatron_asynchzp.mcore.patches.patch import Patch, apply_patches, found_version, mismatch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
 from megatron_asynchzp.versions import TORCH, Version, untested
+
+_ACT_ON_IMPORT = ("adaptor", "door.plugin")
 
 
 def prepare_process(argv: list[str]) -> None:
@@ -37,7 +40,7 @@ def prepare_process(argv: list[str]) -> None:
     _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")
 
 
-def patch_megatron() -> None:
+def patch_megatron(patches: Sequence[Patch] = PATCHES) -> None:
     """Apply the patches to a Megatron that has all that any module of ours imports from it.
 
     Raises ConfigurationError, before any change, with the name that is missing or too old.
@@ -48,7 +51,7 @@ def patch_megatron() -> None:
             f"megatron_asynchzp needs {TORCH[0]} or later; install one"
         )
     for module in pkgutil.walk_packages(mcore.__path__, f"{mcore.__name__}."):
-        if module.name != f"{mcore.__name__}.adaptor":
+        if module.name.removeprefix(f"{mcore.__name__}.") not in _ACT_ON_IMPORT:
             try:
                 importlib.import_module(module.name)
             except ImportError as error:
@@ -58,7 +61,7 @@ def patch_megatron() -> None:
                     raise
                 symbol = ".".join(filter(None, (error.name, error.name_from)))
                 raise mismatch(symbol, "does not exist") from error
-    apply_patches(PATCHES)
+    apply_patches(patches)
 
 
 def _announce(text: str) -> None:

@@ -48,39 +48,40 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     """A model chunk whose states are sharded by an HZPRuntime.
 
     A subclass of DistributedDataParallel by name only, so that unwrap_model and the schedules
-    recognise it without a patch; none of its buffers is built.
+    recognise it without a patch; none of its buffers is built. It is whole until `shard`.
 
     Args:
-        module: The model chunk; ddp_config and pg_collection as for DistributedDataParallel.
-        index: The chunk's index on its rank.
-        groups: See create_shard_groups; all chunks of a rank share it and `communication`.
-        takes_snapshots: See ChunkCheckpoint.
-        construction: See HZPRuntime.
+        module: The model chunk; ddp_config as for DistributedDataParallel.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        index: int,
-        ddp_config: DistributedDataParallelConfig,
-        pg_collection: ProcessGroupCollection,
-        groups: dict[str, ShardGroups],
-        communication: Communication,
-        takes_snapshots: bool = False,
-        construction: Construction | None = None,
-    ):
-        config = get_model_config(module)
-        _BaseDataParallel.__init__(self, config=config, module=module)
+    def __init__(self, module: torch.nn.Module, ddp_config: DistributedDataParallelConfig):
+        _BaseDataParallel.__init__(self, config=get_model_config(module), module=module)
         self.ddp_config = ddp_config
-        self.dp_cp_group = pg_collection.dp_cp
-        self.tp_group = pg_collection.tp
-        self.pp_group = pg_collection.pp
         # Read by Megatron's exit path and schedules.
         self.buffers: list = []
         self.expert_parallel_buffers: list = []
         self.bucket_groups: list = []
         self.expert_parallel_bucket_groups: list = []
         self.force_all_reduce = False
+
+    def shard(
+        self,
+        index: int,
+        pg_collection: ProcessGroupCollection,
+        groups: dict[str, ShardGroups],
+        communication: Communication,
+        takes_snapshots: bool = False,
+        construction: Construction | None = None,
+    ) -> None:
+        """Shard the chunk, number `index` of its rank. Collective over the sharding groups.
+
+        All chunks of a rank share `groups` (see create_shard_groups) and `communication`. See
+        ChunkCheckpoint for takes_snapshots, HZPRuntime for construction.
+        """
+        module, config = self.module, self.config
+        self.dp_cp_group = pg_collection.dp_cp
+        self.tp_group = pg_collection.tp
+        self.pp_group = pg_collection.pp
         self.groups = groups
         # Megatron averages over data x context parallel ranks, experts included, unless the loss
         # is normalised per token, which finalize_model_grads does itself.
@@ -257,7 +258,7 @@ def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
             module.gradient_accumulation_fusion = False
 
 
-def _is_true_anywhere(mine: bool) -> bool:
+def is_true_anywhere(mine: bool) -> bool:
     """Return whether any rank says yes: a pipeline stage may have no experts."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -269,7 +270,7 @@ def refuse_all_trained(chunks: Sequence[AsyncHZPDataParallel]) -> None:
 
     A checkpoint of trained parameters alone would then be a whole one.
     """
-    if not _is_true_anywhere(any(not unit.is_trained for chunk in chunks for unit in chunk.units)):
+    if not is_true_anywhere(any(not unit.is_trained for chunk in chunks for unit in chunk.units)):
         raise ConfigurationError(
             "--asynchzp-save-trained-only: every parameter is trained; freeze the base before the "
             "model is wrapped, or leave the flag out"
@@ -287,11 +288,25 @@ def wrap_model_chunks(
 
     construction is the one under which the chunks were built, if any; this ends it.
     """
-    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    wrapped = [AsyncHZPDataParallel(chunk, ddp_config) for chunk in model_chunks]
+    shard_chunks(wrapped, pg_collection, settings, construction)
+    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.
+    reduce_last_micro_batch(wrapped)
+    return wrapped
+
+
+def shard_chunks(
+    chunks: Sequence[AsyncHZPDataParallel],
+    pg_collection: ProcessGroupCollection,
+    settings: RunSettings,
+    construction: Construction | None = None,
+) -> None:
+    """Shard the wrapped chunks of this rank, as wrap_model_chunks does. Collective."""
+    params = [param for chunk in chunks for param in chunk.parameters()]
     if any(param.is_cpu for param in params):  # Megatron 0.19 moves nothing that it built there
-        for chunk in model_chunks:
-            chunk.to(communication_device(pg_collection.dp_cp))
-    has_experts = _is_true_anywhere(any(sharding_group_key(p) == "expert" for p in params))
+        for chunk in chunks:
+            chunk.module.to(communication_device(pg_collection.dp_cp))
+    has_experts = is_true_anywhere(any(sharding_group_key(p) == "expert" for p in params))
     groups = {} if construction is None else dict(construction.groups)
     if "dense" not in groups or (has_experts and "expert" not in groups):
         groups = create_shard_groups(settings, pg_collection, has_experts) | groups
@@ -308,18 +323,18 @@ def wrap_model_chunks(
         for param in params:
             if construction is None or not construction.holds(param):
                 broadcast_from_first_rank(param, pg_collection)
-    shared = ddp_config, pg_collection, groups, communication, takes_snapshots, construction
-    wrapped: list[Any] = [
-        AsyncHZPDataParallel(chunk, index, *shared) for index, chunk in enumerate(model_chunks)
-    ]
+    for index, chunk in enumerate(chunks):
+        chunk.shard(index, pg_collection, groups, communication, takes_snapshots, construction)
     if settings.sends_codes:
-        for chunk in wrapped:
+        for chunk in chunks:
             send_codes(chunk.module, chunk.config, chunk.units)
     if construction is not None:
         construction.close()
-    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway. The
-    # schedules read it from the first chunk's config, and chunks need not share one.
-    no_syncs = [chunk.no_sync for chunk in wrapped]
-    for chunk in wrapped:
+
+
+def reduce_last_micro_batch(chunks: Sequence[AsyncHZPDataParallel]) -> None:
+    """Let Megatron's schedules reduce over the whole sharding group with the last micro-batch."""
+    # They read it from the first chunk's config, and chunks need not share one.
+    no_syncs = [chunk.no_sync for chunk in chunks]
+    for chunk in chunks:
         chunk.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
-    return wrapped

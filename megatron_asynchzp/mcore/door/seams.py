@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where every framework on megatron.core wraps a model and makes its optimizer.
+
+The class is the seam, not its name: it makes our wrapper in each module that has imported it.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_asynchzp.engine.at_rest.host_states import move_to_host
+from megatron_asynchzp.engine.device import device_of
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
+from megatron_asynchzp.mcore.door.wrapper import NO_OPTIMIZER, DoorDataParallel
+from megatron_asynchzp.mcore.patches.patch import Patch, replaces
+from megatron_asynchzp.mcore.patches.table import PATCHES
+from megatron_asynchzp.mcore.run.agreement import check_ranks_agree
+from megatron_asynchzp.mcore.run.settings import Run
+from megatron_asynchzp.mcore.start.start_table import format_start_table
+from megatron_asynchzp.mcore.step.data_parallel import is_true_anywhere, shard_chunks
+from megatron_asynchzp.mcore.step.optimizer import get_asynchzp_optimizer
+from megatron_asynchzp.mcore.step.qk_clip import refuse_unknown_attention
+
+_WRAPPER = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+
+
+@replaces(
+    f"{_WRAPPER}.__init__",
+    "self config ddp_config module disable_bucketing pg_collection full_param_layout[0.19]",
+    why="every framework wraps a model chunk here",
+    drop_when="megatron-core takes the wrapper's class from the DDP configuration",
+)
+def wrap(original: Callable, self: Any, *args: Any, **options: Any) -> None:
+    if type(self) is DistributedDataParallel:
+        self.__class__ = DoorDataParallel
+        DoorDataParallel.__init__(self, *args, **options)
+    else:
+        original(self, *args, **options)
+
+
+@replaces(
+    "megatron.core.optimizer.get_megatron_optimizer",
+    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
+    "dump_param_to_param_group_map",
+    why="every framework makes the optimizer here, where all chunks of a rank are known",
+    drop_when="the wrapper may supply its own optimizer",
+)
+def get_optimizer(original: Callable, *args: Any, **options: Any) -> Any:
+    given = signature(original).bind(*args, **options)
+    given.apply_defaults()
+    chunks, overrides = given.arguments["model_chunks"], given.arguments["config_overrides"]
+    if not isinstance(chunks[0], DoorDataParallel):
+        return original(*args, **options)
+    if given.arguments["dump_param_to_param_group_map"]:
+        raise ConfigurationError(
+            "dump_param_to_param_group_map is not supported with AsyncHZP: the map is written by "
+            "Megatron's own optimizer, which is not used; leave it out"
+        )
+    groups = given.arguments["pg_collection"] or chunks[0].given_groups
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    config = given.arguments["config"]
+    settings = _shard(chunks, config, groups)
+    return get_asynchzp_optimizer(
+        settings.optimizer, chunks, overrides, groups, settings.run.moments
+    )
+
+
+@replaces(
+    "megatron.core.optimizer._get_param_groups",
+    "model_chunks config config_overrides",
+    why="a name that was bound before install() would give a whole model a stock optimizer",
+    drop_when="as above",
+)
+def keep_from_stock_optimizer(original: Callable, model_chunks: Sequence, *args: Any, **more: Any):
+    if any(isinstance(chunk, DoorDataParallel) and not chunk.is_sharded for chunk in model_chunks):
+        raise ConfigurationError(NO_OPTIMIZER)
+    return original(model_chunks, *args, **more)
+
+
+def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> DoorSettings:
+    """Shard the chunks of a model, if they are not yet. Collective over the world."""
+    run, first = Run.current(), chunks[0]
+    assert run is not None and run.config is not None
+    settings = DoorSettings.of(run.config, first.config, config, first.ddp_config, groups)
+    check_ranks_agree(comparable(settings.run))
+    run.meet_model(settings.megatron, settings.run)
+    if first.is_sharded:
+        return settings
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    if not is_true_anywhere(any(param.requires_grad for param in params)):
+        raise ConfigurationError(
+            "no parameter of the model needs a gradient, so there is nothing to train; call "
+            "requires_grad_() on those to train before the optimizer is made"
+        )
+    for chunk in chunks:
+        chunk.ddp_config = settings.ddp
+    # As for Megatron-LM's scripts, which wrap on a stream of their own.
+    with device_of(params[0]).on_default_stream():
+        shard_chunks(chunks, groups, settings.run)
+        move_to_host([chunk.runtime for chunk in chunks], settings.run.offload)
+    for chunk in chunks:
+        chunk.note_sharded(chunks)
+    if settings.megatron.qk_clip:
+        refuse_unknown_attention(chunks)
+    if dist.get_rank() == 0:
+        table = format_start_table(chunks, settings.run.ranks_per_node, settings.run.moment_nbytes)
+        lines = [f"megatron_asynchzp: {line}" for line in settings.lines]
+        print(*lines, table, sep="\n", flush=True)
+    return settings
+
+
+def _works_without_arguments(patch: Patch) -> bool:
+    """Whether a patch is of megatron.core or torch, and needs no flags of Megatron-LM."""
+    is_of_script = patch.target.startswith("megatron.training.")
+    return not is_of_script and patch.attribute != "initialize_model_parallel"
+
+
+def door_patches() -> list[Patch]:
+    """Return the patches, without functions of torch that a framework has replaced by its own."""
+
+    def is_free(patch: Patch) -> bool:
+        if not patch.target.startswith("torch."):
+            return True
+        return getattr(import_module(patch.module), patch.attribute).__module__ == patch.module
+
+    needed = filter(_works_without_arguments, PATCHES)
+    return [wrap, get_optimizer, keep_from_stock_optimizer, *filter(is_free, needed)]

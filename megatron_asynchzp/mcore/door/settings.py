@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the settings of a run from AsyncHZPConfig and Megatron's dataclasses, by the rules."""
+
+import copy
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.changes import OWN_SETTINGS
+from megatron_asynchzp.mcore.flags.config import (
+    OPTIONS,
+    STATES,
+    AsyncHZPConfig,
+    default_of,
+    flag_of,
+)
+from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
+from megatron_asynchzp.mcore.flags.rule_table import RULES
+from megatron_asynchzp.mcore.flags.rules import OURS, changes, refuse
+from megatron_asynchzp.mcore.flags.shard_sizes import (
+    describe_cuts,
+    describe_translation,
+    resolve_shard_sizes,
+    sharding_ranks_per_node,
+)
+from megatron_asynchzp.mcore.run.settings import RunSettings
+from megatron_asynchzp.mcore.start.shard_groups import communication_device
+
+# Choices about things that a framework does by itself, or that the planner does before a run.
+_USELESS = {
+    "cluster": "give shard sizes as numbers, or leave them out",
+    "verify": "the framework loads its checkpoints; run asynchzp verify before",
+    "save_ranks": "each rank writes what it holds",
+    "save_trained_only": "the framework decides what it saves",
+    "adapter_rank": "it is for the planner of a Megatron-LM command line",
+    "adapter_layers": "it is for the planner of a Megatron-LM command line",
+}
+_WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_MINUTES = 10.0
+
+
+def check_choices_have_effect(config: AsyncHZPConfig) -> None:
+    """Raise ConfigurationError for a choice without effect outside Megatron-LM's own scripts."""
+    for name, remedy in _USELESS.items():
+        if (value := getattr(config, name)) != default_of(name):
+            raise ConfigurationError(
+                f"{flag_of(name)} {value} has no effect in a framework: {remedy}"
+            )
+
+
+@dataclass(frozen=True)
+class DoorSettings:
+    """What a model and its optimizer are made with, after the rules."""
+
+    megatron: MegatronSettings
+    run: RunSettings
+    optimizer: Any  # a changed copy of the OptimizerConfig
+    ddp: Any  # a changed copy of the DistributedDataParallelConfig
+    lines: list[str]  # to log on rank 0
+
+    @classmethod
+    def of(
+        cls, config: AsyncHZPConfig, transformer: Any, optimizer: Any, ddp: Any, groups: Any
+    ) -> "DoorSettings":
+        """Apply the rules to the dataclasses. Raises ConfigurationError, one line.
+
+        `groups` is Megatron's ProcessGroupCollection.
+        """
+        own = _own_settings(config, transformer, optimizer, ddp, groups)
+        settings = MegatronSettings(own, transformer, optimizer, ddp)
+        refuse(RULES[OURS], settings)
+        group_size = groups.dp_cp.size()
+        sizes = resolve_shard_sizes(settings, group_size, sharding_ranks_per_node(settings))
+        rules = changes(RULES[OURS], settings)
+        _check_built_so(rules, transformer, (own, optimizer, ddp), settings)
+        lines = describe_translation(settings, sizes, group_size) + describe_cuts(sizes, group_size)
+        lines += [rule.line(settings) for rule in rules if not rule.is_silent]
+        if own.grad_reduce_in_bf16:
+            lines.append(
+                "gradients travel in bf16, as without grad_reduce_in_fp32, and are summed in fp32"
+            )
+        new = dict(OWN_SETTINGS)
+        for rule in rules:
+            new |= rule.becomes(settings)
+        new |= {rule.setting: rule.value for rule in rules}
+        new |= {f"asynchzp_{state}_shard_size": getattr(sizes, state) for state in STATES}
+        vars(own).update(new)
+        run = RunSettings.of(AsyncHZPConfig.of(vars(own)), settings, sizes)
+        changed = {rule.setting: rule.value for rule in rules}
+        return cls(settings, run, _changed(optimizer, changed), _changed(ddp, changed), lines)
+
+
+def comparable(run: RunSettings) -> dict[str, str]:
+    """The settings in which all ranks of a run must agree, as text."""
+    left_out = ("config", "trace", "number_of_step", "ranks_per_node")
+    text = {f.name: repr(getattr(run, f.name)) for f in fields(run) if f.name not in left_out}
+    return text | {flag_of(name): repr(getattr(run.config, name)) for name in OPTIONS}
+
+
+def _own_settings(
+    config: AsyncHZPConfig, transformer: Any, optimizer: Any, ddp: Any, groups: Any
+) -> Namespace:
+    """The settings by the names of arguments that no dataclass has, or has in another form."""
+    pipeline, world = dist.get_process_group_ranks(groups.pp), dist.get_world_size()
+    stages = len(pipeline)
+    return Namespace(
+        **{f"asynchzp_{name}": getattr(config, name) for name in OPTIONS},
+        **{name: _WORDS.get(value := getattr(optimizer, name), value) for name in _DTYPES},
+        world_size=world,
+        rank=dist.get_rank(),
+        tensor_model_parallel_size=groups.tp.size(),
+        pipeline_model_parallel_size=stages,
+        context_parallel_size=transformer.context_parallel_size,
+        use_tp_pp_dp_mapping=stages > 1 and pipeline[1] - pipeline[0] != world // stages,
+        grad_reduce_in_bf16=bool(optimizer.bf16 and not ddp.grad_reduce_in_fp32),
+        # The sums of ranks that start differently would be of no model: the first rank's count.
+        data_parallel_random_init=True,
+        async_save=True,  # a framework decides at each save
+        dist_ckpt_strictness="log_all",  # as a framework's, which may ask for any
+        # As stock optimizers do; a framework's scheduler writes its own rates afterwards.
+        use_checkpoint_opt_param_scheduler=True,
+        distributed_timeout_minutes=_timeout_minutes(groups.dp_cp),
+        log_interval=10,
+        ddp_param_name_patterns_for_fp32_local_accumulation=[
+            *getattr(ddp, "param_name_patterns_for_fp32_local_accumulation", ())
+        ],
+    )
+
+
+def _timeout_minutes(group: dist.ProcessGroup) -> float:
+    """The time limit that the framework gave its process groups."""
+    backend: Any = group._get_backend(communication_device(group))
+    options = getattr(backend, "options", None)
+    return _MINUTES if options is None else options._timeout.total_seconds() / 60
+
+
+def _check_built_so(
+    rules: Any, transformer: Any, others: tuple[Any, ...], settings: MegatronSettings
+) -> None:
+    """Raise ConfigurationError for a change that comes after the layers were built."""
+    for rule in rules:
+        if MegatronSettings(transformer).has(rule.setting) and not MegatronSettings(*others).has(
+            rule.setting
+        ):
+            raise ConfigurationError(
+                f"TransformerConfig: {rule.setting} is {getattr(settings, rule.setting)}, and "
+                f"AsyncHZP needs {rule.value}: {rule.reason}; set it before the model is built"
+            )
+
+
+def _changed(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of a dataclass with those of `values` that it has. Its own checks ran already."""
+    assert is_dataclass(config)
+    changed: Any = copy.copy(config)
+    for holder, name, value in _places(changed, values):
+        setattr(holder, name, value)
+    return changed
+
+
+def _places(config: Any, values: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    dtypes = {word: dtype for dtype, word in _WORDS.items()}
+    for setting, value in values.items():
+        for holder, name in MegatronSettings(config).places(setting):
+            if hasattr(holder, name):
+                yield holder, name, dtypes[value] if setting in _DTYPES else value
+    if hasattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"):
+        yield config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False

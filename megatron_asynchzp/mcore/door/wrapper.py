@@ -1,0 +1,118 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapper of a framework's model chunk.
+
+[Note: why a model is sharded when its optimizer is made]
+Frameworks wrap chunks one by one, and some of them read weights into the wrapped model. Each of
+them then calls get_megatron_optimizer with all chunks of the rank. So a chunk stays whole until
+then: what was loaded, initialised or frozen in between is sharded, and a model without an optimizer
+(a reference, a judge) stays whole and is only called.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, override
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch.nn.modules.module import _IncompatibleKeys
+
+from megatron_asynchzp.engine.zero.step import StepState
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint.shards import FROZEN_KEY, SHARDS_KEY
+from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel, reduce_last_micro_batch
+
+NO_OPTIMIZER = (
+    "a model is trained whose optimizer AsyncHZP did not make: call megatron_asynchzp.install() "
+    "before anything keeps get_megatron_optimizer under a name of its own, and make the optimizer "
+    "with it"
+)
+_WHOLE_VALUES = (
+    "whole values are loaded into a model that is in shards; load them before its optimizer is "
+    "made, or within megatron_asynchzp.whole(model, writes=True)"
+)
+
+
+class DoorDataParallel(AsyncHZPDataParallel):
+    """A model chunk that a framework wraps with megatron.core's DistributedDataParallel.
+
+    Args:
+        config: TransformerConfig; all arguments are those of DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: Any = None,
+    ):
+        super().__init__(module, ddp_config)
+        self.config = config
+        self.given_groups = pg_collection
+        self.siblings: Sequence[DoorDataParallel] = ()  # all chunks of the rank, once sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the optimizer of the chunk was made."""
+        return bool(self.siblings)
+
+    def note_sharded(self, siblings: Sequence["DoorDataParallel"]) -> None:
+        """Take part in a model of `siblings`, all sharded, whose checkpoints are shards."""
+        self.siblings = siblings
+        model: Any = unwrap_model(self.module)
+        load = model.load_state_dict
+
+        def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, **rest: Any) -> Any:
+            if SHARDS_KEY in state_dict or FROZEN_KEY in state_dict:
+                return self.load_state_dict(state_dict, strict)
+            if self.runtime.state is not StepState.STREAMING:  # as within whole()
+                raise ConfigurationError(_WHOLE_VALUES)
+            return load(state_dict, strict=strict, **rest)
+
+        model.load_state_dict = load_state_dict
+
+    # ---- while it is whole
+
+    @override
+    def no_sync(self) -> AbstractContextManager:
+        return super().no_sync() if self.is_sharded else nullcontext()
+
+    @override
+    def zero_grad_buffer(self) -> None:
+        if not self.is_sharded:
+            return
+        # A framework sets it by itself where it overlaps, and asserts before that it is None.
+        if self.config.no_sync_func is None:
+            reduce_last_micro_batch(self.siblings)  # pyright: ignore[reportArgumentType]
+        super().zero_grad_buffer()
+
+    @override
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        if not self.is_sharded:
+            raise ConfigurationError(NO_OPTIMIZER)
+        super().finish_grad_sync(force_all_reduce)
+
+    @override
+    def scale_gradients(self, scaling_factor: float) -> None:
+        if not self.is_sharded:
+            raise ConfigurationError(NO_OPTIMIZER)
+        super().scale_gradients(scaling_factor)
+
+    # ---- checkpoints
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any):
+        return super().state_dict() if self.is_sharded else self.module.state_dict(*args, **kwargs)
+
+    state_dict_for_save_checkpoint = state_dict
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state dict of the chunk; returns missing and unexpected keys, as torch does."""
+        if not self.is_sharded:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        return _IncompatibleKeys(*self.checkpoint.load_state_dict(state_dict, strict))

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Frameworks of the registry in folders of their own, and their runs on two ranks of this machine.
+
+Nothing of a framework is part of this project.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.testbed.compiler import CompileError, compiled_once
+from scripts.testbed.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"ASYNCHZP_PARAM_SHARD_SIZE": "2", "ASYNCHZP_GRAD_SHARD_SIZE": "2"}
+
+
+def folder_of(packages: Sequence[str]) -> Path:
+    """The folder with `packages`, none of their dependencies: torch and Megatron are there."""
+    name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
+
+    def fetch(out: Path) -> None:
+        install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
+        ended = subprocess.run([*install, "--target", out, *packages], capture_output=True)
+        if ended.returncode:
+            raise CompileError(ended.stderr.decode().strip()[-300:])
+
+    try:
+        return compiled_once(f"framework-{name}", fetch)
+    except CompileError as error:
+        pytest.skip(f"the registry does not give {packages[0]}: {error}")
+
+
+def run(folder: Path, module: str, out: Path, *args: str, env: dict[str, str]) -> dict[str, Any]:
+    """What a module of these tests writes to `out`, run by torchrun over the packages of `folder`.
+
+    It gets `out` and `args`.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "-m", f"tests.door.{module}", str(out), *args]
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command,
+        env=os.environ | paths | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        cwd=out.parent,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return json.loads(out.read_text()) | {"log": ended.stdout}
+
+
+def check_equal(stock: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Losses and norms within 1e-6 of stock's, with a wrapper of ours."""
+    assert stock["wrapper"] == "DistributedDataParallel"
+    assert ours["wrapper"] == "DoorDataParallel"
+    (stock_losses, stock_norms), (losses, norms) = zip(*stock["steps"]), zip(*ours["steps"])
+    assert len(set(stock_losses)) == len(stock_losses) > 4
+    assert losses == pytest.approx(stock_losses, rel=1e-6)
+    assert norms == pytest.approx(stock_norms, rel=1e-6)

@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of unwrapped modules, from a plain loop to a plain loop, with stock at either end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.door.core_loop import Loop, Steps
+from tests.door.test_core_loop import install
+from tests.support.world import on_ranks
+
+SAVED, STOP = 2, 4
+OPTIONS: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16, "is_distributed": True}]
+
+
+def cross(folder: Path, options: dict) -> tuple[dict[str, Steps], list]:
+    """The steps after a checkpoint, by what saved and what loads it."""
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    steps: dict[str, Steps] = {}
+    loop = Loop(**options).build()
+    loop.train(0, SAVED)
+    loop.save(folder / "stock")
+    steps["stock goes on"] = loop.train(SAVED, STOP)
+    install()
+    loop = Loop(**options).build()
+    loop.train(0, SAVED)
+    loop.save(folder / "ours")
+    steps["ours goes on"] = loop.train(SAVED, STOP)
+    for name in ("stock", "ours"):
+        loop = Loop(**options).build()
+        keys = loop.load(folder / name)
+        steps[f"ours loads {name}"] = loop.train(SAVED, STOP)
+    return steps, keys
+
+
+def resume_with_stock(folder: Path, options: dict) -> Steps:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    loop = Loop(**options).build()
+    loop.load(folder)
+    return loop.train(SAVED, STOP)
+
+
+def check_crossing(folder: Path, options: dict) -> None:
+    for steps, keys in on_ranks(cross, 2, folder, options):
+        expected = steps.pop("stock goes on")
+        for name, found in steps.items():
+            assert found == [pytest.approx(step, rel=1e-6) for step in expected], name
+        for missing, unexpected in keys:
+            assert list(missing) == list(unexpected) == []
+    for steps in on_ranks(resume_with_stock, 2, folder / "ours", options):
+        assert steps == [pytest.approx(step, rel=1e-6) for step in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_checkpoint_is_resumed_by_stock_and_by_asynchzp_whoever_saved_it(
+    tmp_path: Path, options: dict
+):
+    check_crossing(tmp_path, options)
+
+
+def resume_in_other_sizes(folder: Path, options: dict) -> tuple[Steps, Steps]:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    install((1, 2, 4))
+    loop = Loop(**options).build()
+    loop.train(0, SAVED)
+    request = loop.save(folder, is_async=True)
+    went_on = loop.train(SAVED, STOP)  # changes what the request still has to write
+    request.execute_sync()
+    loop = Loop(**options).build()
+    loop.load(folder)
+    return went_on, loop.train(SAVED, STOP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_asynchronous_save_has_the_values_of_its_step(tmp_path: Path, options: dict):
+    for went_on, resumed in on_ranks(resume_in_other_sizes, 4, tmp_path, options):
+        assert resumed == went_on

@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Code that reads or writes `param.data` finds whole parameters within whole()."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_asynchzp.errors import ConfigurationError
+from tests.door.core_loop import Loop
+from tests.door.test_core_loop import install
+from tests.support.world import on_ranks
+
+Values = dict[str, torch.Tensor]
+
+
+def values_of(loop: Loop) -> Values:
+    """Read them as a bridge to Hugging Face does."""
+    return {name: p.data.clone() for chunk in loop.model for name, p in chunk.named_parameters()}
+
+
+def new_values(loop: Loop) -> Values:
+    numbers = torch.Generator().manual_seed(11)
+    return {
+        name: (0.1 * torch.randn(param.shape, generator=numbers)).to(param.dtype)
+        for chunk in loop.model
+        for name, param in chunk.named_parameters()
+    }
+
+
+def write(loop: Loop, values: Values) -> None:
+    for chunk in loop.model:
+        for name, param in chunk.named_parameters():
+            param.data.copy_(values[name])
+
+
+def units_held(loop: Loop) -> list[int]:
+    """How many units are whole, at each parameter that is read."""
+    counts = []
+    for param in loop.model[0].parameters():
+        param.data.sum()
+        counts.append(sum(unit.is_unsharded for unit in loop.model[0].units))
+    return counts
+
+
+def read_and_write(options: dict) -> dict[str, Any]:
+    from megatron_asynchzp import cpu_platform, whole
+
+    cpu_platform.install()
+    stock = Loop(**options).build()
+    stock.train(0, 2)
+    results: dict[str, Any] = {"stock": values_of(stock)}
+    stock = Loop(**options)
+    stock.build_model()
+    values = new_values(stock)
+    write(stock, values)
+    stock.make_optimizer()
+    results["stock from values"] = stock.train(0, 3)
+
+    install()
+    loop = Loop(**options).build()
+    loop.train(0, 2)
+    inner = [chunk.module for chunk in loop.model]
+    with whole(inner):
+        results["ours"] = values_of(loop)
+        results["units held"] = units_held(loop)
+        first, *_, last = loop.model[0].parameters()
+        kept = first.data  # whole, also when another unit is used
+        results["kept"] = torch.equal(last.data + 0 * kept.sum(), last.data)
+        results["of two units"] = bool(torch.outer(first[0], last[0]).isfinite().all())
+    with pytest.raises(ConfigurationError) as caught, whole(loop.model):
+        first.data.mul_(2)
+    results["refused"] = str(caught.value)
+    results["goes on"] = len(loop.train(2, 3))
+
+    loop = Loop(**options).build()
+    with whole(loop.model, writes=True):
+        write(loop, values)
+    results["ours from values"] = loop.train(0, 3)
+    loop = Loop(**options).build()
+    prefix = "module.module." if options else "module."
+    bare = {name.removeprefix(prefix): value for name, value in values.items()}
+    with whole(loop.model, writes=True):
+        loop.model[0].module.load_state_dict(bare, strict=False)
+    results["ours from a state dict"] = loop.train(0, 3)
+    return results
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dtype": torch.bfloat16}, marks=pytest.mark.slow)]
+)
+def test_whole_parameters_are_read_one_unit_at_a_time_and_written(options: dict):
+    for results in on_ranks(read_and_write, 2, options):
+        for name, value in results["ours"].items():
+            torch.testing.assert_close(value, results["stock"][name], rtol=1e-5, atol=1e-6)
+        assert set(results["units held"]) == {1}
+        assert results["kept"] and results["of two units"]
+        assert "were written within whole(), which only reads" in results["refused"]
+        expected = [pytest.approx(step, rel=1e-6) for step in results["stock from values"]]
+        assert results["ours from values"] == expected
+        assert results["ours from a state dict"] == expected
