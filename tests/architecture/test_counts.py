@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39813,
-    "docstring words": 38299,
-    "docstring lines": 3873,
+    "lines": 39833,
+    "docstring words": 38340,
+    "docstring lines": 3877,
     "raise ConfigurationError": 330,
     "context variables": 3,
     "assignments of __class__": 9,
