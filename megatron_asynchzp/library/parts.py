@@ -105,7 +105,7 @@ def change_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
 def _note_origin(tensor: torch.Tensor, origin: Origin) -> None:
     """Make `tensor`, and the tensor that it is a view of, ShardTensors."""
     for written in (tensor, tensor._base):
-        if type(written) in _PLAIN and written.dim():
+        if written is not None and type(written) in _PLAIN and written.dim():
             marked: Any = written
             marked.origin, marked._is_param = origin, isinstance(written, nn.Parameter)
             change_class(written, ShardTensor)
