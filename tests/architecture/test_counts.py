@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39123,
-    "docstring words": 37597,
-    "docstring lines": 3800,
+    "lines": 39833,
+    "docstring words": 38340,
+    "docstring lines": 3877,
     "raise ConfigurationError": 330,
     "context variables": 3,
     "assignments of __class__": 9,
@@ -68,9 +68,9 @@ def test_words_and_constructs_are_counted_in_docstrings_comments_and_code(tmp_pa
     (package / "file.py").write_text(SAMPLE)
     found = {name: count for name, count in counts(tmp_path).items() if count}
     assert found == {
-        "lines": 39123,
-        "docstring words": 37597,
-        "docstring lines": 3800,
+        "lines": 20,
+        "docstring words": 14,
+        "docstring lines": 3,
         "raise ConfigurationError": 1,
         "context variables": 1,
         "assignments of __class__": 1,

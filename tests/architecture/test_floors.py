@@ -21,7 +21,7 @@ FLOORS = {
     "engine/device": 0, "engine/schedule": 0, "errors": 0, "replacements": 0, "versions": 0,
     "engine/sharding": 1, "engine/failure": 1,
     "attention": 1, "weight_delta": 1,
-    "checkpoint_files": 2, "engine/comm": 2, "planner": 2, "engine/zero": 4652, "engine/at_rest": 4,
+    "checkpoint_files": 2, "engine/comm": 2, "planner": 2, "engine/zero": 3, "engine/at_rest": 4,
     "library": 5, "mcore": 5, "cpu_platform": 5,
     "hf": 6,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
     "commands": 6, "launch": 7, "command": 7, "__main__": 8,
