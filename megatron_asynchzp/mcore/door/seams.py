@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_asynchzp.engine.at_rest.host_states import move_to_host
 from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.door.exports import patch_exports
 from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
 from megatron_asynchzp.mcore.door.wrapper import NO_OPTIMIZER, DoorDataParallel
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces
@@ -107,6 +108,7 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
         move_to_host([chunk.runtime for chunk in chunks], settings.run.offload)
     for chunk in chunks:
         chunk.note_sharded(chunks)
+    patch_exports()
     if settings.megatron.qk_clip:
         refuse_unknown_attention(chunks)
     if dist.get_rank() == 0:

@@ -1,0 +1,43 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs ms-swift's own `megatron sft`, and notes loss and norm of each step.
+
+torchrun ... -m tests.door.swift_run OUT.json [arguments of megatron sft]. Nothing of swift is
+changed but for the note.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.door.te_cpu import prepare
+
+
+def main(out: Path, arguments: list[str]) -> None:
+    """Train."""
+    prepare()
+    import torch
+    import torch.distributed as dist
+    from swift.megatron import megatron_sft_main  # pyright: ignore[reportMissingImports]
+    from swift.megatron.trainers.base import BaseMegatronTrainer  # pyright: ignore[reportMissingImports]
+
+    steps: list[tuple[float, float]] = []
+    train_step = BaseMegatronTrainer.train_step
+
+    def noting(self: Any, *args: Any) -> Any:
+        metrics, norm, updated = train_step(self, *args)
+        total = sum(metric["loss"] for metric in metrics) if metrics else torch.zeros(2)
+        dist.all_reduce(total)
+        steps.append((float(total[0] / total[1]), float(norm)))
+        if dist.get_rank() == 0:
+            wrapper = type(self.wrapped_models[0]).__name__
+            out.write_text(json.dumps({"steps": steps, "wrapper": wrapper}))
+        return metrics, norm, updated
+
+    BaseMegatronTrainer.train_step = noting
+    megatron_sft_main(arguments)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
