@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39833,
-    "docstring words": 38340,
-    "docstring lines": 3877,
+    "lines": 39865,
+    "docstring words": 38365,
+    "docstring lines": 3879,
     "raise ConfigurationError": 330,
     "context variables": 3,
     "assignments of __class__": 9,
