@@ -206,6 +206,15 @@ def test_a_rank_in_the_environment_alone_is_refused_before_anything_is_imported(
     assert capfd.readouterr().err.startswith(f"megatron_asynchzp: {line}")
 
 
+@pytest.mark.parametrize("script", ["absent.py", "runs"])
+def test_a_rank_whose_script_is_not_there_ends_in_one_line(folder, monkeypatch, capfd, script):
+    monkeypatch.setattr(launch, "run_script", lambda *_: pytest.fail("the script was started"))
+    with pytest.raises(SystemExit) as ended:
+        launch.main([script, "--use-asynchzp"])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == f"megatron_asynchzp: {script}: no such script\n"
+
+
 def test_scalars_without_their_writer_are_told_of_before_megatron_speaks(
     folder, monkeypatch, capfd
 ):

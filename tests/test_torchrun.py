@@ -73,6 +73,26 @@ def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
     assert seen == ([(torchrun.lasts_s(kept_for), 1)] if kept_for else [])
 
 
+@pytest.mark.parametrize(
+    "options, places",
+    [
+        ("--master-addr a", []),
+        ("--nnodes 2 --master-addr a --master-port 7", ["a:7"]),
+        ("--nnodes 1:3 --rdzv-backend c10d --rdzv-endpoint b:8", ["b:8"]),
+    ],
+)
+def test_a_launch_over_several_nodes_watches_the_place_where_they_meet(
+    monkeypatch, options, places
+):
+    watched = []
+    monkeypatch.setattr(torchrun, "watch_meeting", lambda ranks, place: watched.append(place))
+    monkeypatch.setattr(torchrun, "watch_ranks", dict)
+    monkeypatch.setattr(torchrun, "watch_rendezvous", lambda are_gone: None)
+    monkeypatch.setattr(torchrun.run, "main", lambda argv: None)
+    assert torchrun.main([*options.split(), "script.py"]) == 0
+    assert watched == places
+
+
 def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):
     """As torch starts it, with its own class."""
     kind = torchrun.subprocess_handler.SubprocessHandler

@@ -3,6 +3,8 @@
 """Megatron's overlapped schedule, which runs a layer in parts, trains on shards as in stock."""
 
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,8 +82,9 @@ class Tied(nn.Module):
 
     pre_process = post_process = True
 
-    def __init__(self) -> None:
+    def __init__(self, is_late: bool = False) -> None:
         super().__init__()
+        self.is_late = is_late  # weight gradients are computed after the others
         self.embedding = nn.Embedding(4, 2)
         layer: Any = nn.Linear(2, 2)
         layer.is_moe_layer = layer.recompute_pre_mlp_layernorm = False
@@ -95,7 +98,12 @@ class Tied(nn.Module):
 
     def build_schedule_plan(self) -> Any:
         def node() -> Any:
-            return SimpleNamespace(forward_func=None, backward_func=None)
+            return SimpleNamespace(
+                forward_func=lambda value: value + 1,
+                backward_func=lambda grad: grad * 2,
+                delay_wgrad_compute=self.is_late,
+                bwd_dw_callables=[nn.Identity()],
+            )
 
         layer = SimpleNamespace(
             layer=self.decoder.layers[0],
@@ -122,10 +130,22 @@ class Units:
             Unit("norm", tuple(model.decoder.final_layernorm.parameters())),
         ]
         self.parts: list[tuple[list[str], list[str]]] = []
+        self.calls: list[str] = []
 
-    def manual_region(self, units: list, completes: list, recomputed: list) -> None:
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        self.calls.append(name)
+        yield
+        self.calls.append(f"end of {name}")
+
+    def manual_region(self, units: list, completes: list, recomputed: list) -> Any:
         assert not recomputed
         self.parts.append(([one.name for one in units], [one.name for one in completes]))
+        return SimpleNamespace(
+            forward=lambda: self._within("forward"),
+            backward=lambda: self._within("backward"),
+            complete=lambda: self.calls.append("complete"),
+        )
 
 
 def test_the_output_of_a_tied_model_needs_the_embedding_whose_gradient_its_first_part_completes():
@@ -137,6 +157,21 @@ def test_the_output_of_a_tied_model_needs_the_embedding_whose_gradient_its_first
     assert first == (["words"], ["words"])
     assert of_layer == [(["layer"], ["layer"]), (["layer"], [])]
     assert last == (["words"], [])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_part_is_complete_with_its_backward_or_with_weight_gradients_that_come_later(is_late):
+    model = Tied(is_late)
+    units: Any = Units(model)
+    tell_of_parts(model, units)
+    node = model.build_schedule_plan().get_layer(0).mlp
+    assert node.forward_func(3) == 4 and node.backward_func(5) == 10
+    ran = ["forward", "end of forward", "backward", "end of backward"]
+    assert units.calls == (ran if is_late else [*ran, "complete"])
+    for layer in node.bwd_dw_callables[1:]:
+        assert list(layer.parameters()) == []  # Megatron looks at those of each
+        layer.backward_dw()
+    assert units.calls == [*ran, "complete"]
 
 
 @pytest.mark.slow

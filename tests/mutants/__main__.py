@@ -8,7 +8,8 @@ python -m tests.mutants --write        all, and replaces docs/results/mutants.md
 python -m tests.mutants --page         none, and writes that page again from its record
 python -m tests.mutants --generate 30 --since COMMIT
                                        mutants that a machine makes of lines that changed since
-                                       then; a journal has those that ran before
+                                       then; a journal has those that ran before; --tests tests/zero
+                                       looks for tests in some folders alone
 """
 
 import argparse
@@ -59,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--generate", type=int, metavar="N", help="mutants of changed lines")
     parser.add_argument("--since", metavar="COMMIT", help="lines that changed since this commit")
     parser.add_argument("--seed", type=int, default=0, help="chooses the generated mutants")
-    parser.add_argument("--first", default="", help="for the page: what was caught at first")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="folders or files of tests")
     return parser.parse_args()
 
 
@@ -68,7 +69,11 @@ def run_machine(args: argparse.Namespace) -> int:
     if args.since is None:
         print("tests.mutants: --generate needs --since COMMIT", file=sys.stderr)
         return 2
-    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    paths = [
+        path.relative_to(ROOT)
+        for place in sorted({(ROOT / name).resolve() for name in args.tests})
+        for path in ([place] if place.is_file() else sorted(place.rglob("test_*.py")))
+    ]
     files = [str(path) for path in paths if path.parts[1] not in _NO_LINES]
     mutants = generate(ROOT, args.generate, args.since, args.seed)
     with prepared_tree() as tree:
@@ -84,7 +89,7 @@ def run_machine(args: argparse.Namespace) -> int:
     ]
     if args.write:
         command = f"python -m tests.mutants --generate {args.generate} --since {args.since}"
-        write_generated(rows, command, datetime.now(UTC).date().isoformat(), args.first)
+        write_generated(rows, command, datetime.now(UTC).date().isoformat())
     left = [row for row in rows if row["verdict"] not in NOTICED and "why" not in row]
     print(f"generated mutants: {count_caught(rows)} of {len(rows)} caught, {len(left)} survivors")
     return int(bool(left))

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Knows which fast tests run a line of the package. Each test file runs once under `line_notes.py`;
-its lines are kept in a cache by the file's content, so that a changed test file alone runs again.
+"""Knows which fast tests run a statement of the package. Each test file runs once under
+`line_notes.py`; a cache keeps what it ran by the file's content, so that a changed test file alone
+runs again.
 
 Inside pytest this file is a plugin: it tells the notes which test runs.
 """
 
-import difflib
+import ast
 import hashlib
 import json
 import os
@@ -17,13 +18,46 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.mutants.catalogue.mutant import PACKAGE
+
 # What these do in the first of their tests, the others look at too.
 _SHARES = re.compile(r'scope="(module|session)"|@(functools\.)?cache\b')
+_RECORDS = "records.jsonl"
+
+
+def digest_of(*words: str) -> str:
+    """Return a short name for these words."""
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:10]
+
+
+def keys_of_lines(text: str, name: str) -> dict[int, tuple[str, ...]]:
+    """Return, by line of a source, the keys of its statement (of a compound one the head), its
+    function and its file; outside functions the file's key alone. Keys stay where code moves.
+    """
+    lines = text.split("\n")
+    keys = dict.fromkeys(range(1, len(lines) + 1), (digest_of(name),))
+
+    def visit(node: ast.AST, function: str, is_in_function: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt) and is_in_function:
+                body = getattr(child, "body", None)
+                stop = body[0].lineno if body else (child.end_lineno or child.lineno) + 1
+                own = range(child.lineno, max(stop, child.lineno + 1))
+                head = " ".join(" ".join(lines[line - 1] for line in own).split())
+                scopes = (digest_of(name, function, head), digest_of(name, function))
+                keys.update(dict.fromkeys(own, (*scopes, digest_of(name))))
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            below = f"{function}.{child.name}" if named else function
+            visit(child, below, is_in_function or is_function)
+
+    visit(ast.parse(text), "", False)
+    return keys
 
 
 @dataclass(frozen=True)
@@ -41,108 +75,41 @@ class RunTest:
         return self.address.partition("::")[0]
 
 
-@dataclass
 class LinesRun:
-    """The tests that run each line, of the sources as they were when the tests ran."""
+    """The tests that run each statement."""
 
-    folder: Path
-    tests: list[RunTest] = field(default_factory=list)
-    _tests_of: dict[tuple[str, str], dict[int, list[RunTest]]] = field(default_factory=dict)
-    _moved: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._tests: list[RunTest] = []
+        self._tests_of = defaultdict[str, list[RunTest]](list)
 
     def add(self, entry: dict) -> None:
         """Add what a test file ran."""
         for address, run in entry["tests"].items():
-            if run["outcome"] != "passed":
-                continue
-            test = RunTest(address, run["seconds"], entry["shares"])
-            self.tests.append(test)
-            for path, lines in run["lines"].items():
-                tests_of = self._tests_of.setdefault((path, entry["sources"][path]), {})
-                for line in lines:
-                    tests_of.setdefault(line, []).append(test)
+            if run["outcome"] == "passed":
+                test = RunTest(address, run["seconds"], entry["shares"])
+                self._tests.append(test)
+                for key in run["keys"]:
+                    self._tests_of[key].append(test)
 
-    def find_tests(self, path: str, text: str, lines: Sequence[int]) -> list[RunTest]:
-        """Return the tests that run one of `lines` of the file, whose source is `text` now, quick
-        tests first; then the rest of those files whose tests look at what others did."""
-        tests: dict[RunTest, None] = {}
-        for (known, digest), tests_of in self._tests_of.items():
-            if known == path:
-                moved = self._lines_then(path, digest, text)
-                for line in lines:
-                    tests |= dict.fromkeys(tests_of.get(moved.get(line, 0), ()))
+    def find_tests(self, keys: Sequence[str]) -> list[RunTest]:
+        """Return the tests that run a statement, or else its function, of these keys, quick tests
+        first; then the rest of those files whose tests look at what others did."""
+        tests = next((self._tests_of[key] for key in keys[:2] if key in self._tests_of), [])
         shared = {test.file for test in tests if test.file_shares}
-        more = [test for test in self.tests if test.file in shared and test not in tests]
-        return [
-            *sorted(tests, key=lambda test: test.seconds),
-            *sorted(more, key=lambda test: test.seconds),
-        ]
-
-    def _lines_then(self, path: str, digest: str, text: str) -> dict[int, int]:
-        """By line of `text`: the line of the source of that digest with the same words."""
-        key = (digest, _digest(text))
-        if key not in self._moved:
-            then = (self.folder / "sources" / digest).read_text()
-            matcher = difflib.SequenceMatcher(None, text.split("\n"), then.split("\n"), False)
-            self._moved[key] = {
-                now + step + 1: before + step + 1
-                for now, before, length in matcher.get_matching_blocks()
-                for step in range(length)
-            }
-        return self._moved[key]
+        more = {test for test in self._tests if test.file in shared}.difference(tests)
+        return [test for part in (tests, more) for test in sorted(part, key=lambda t: t.seconds)]
 
 
 def read_lines_run(folder: Path, root: Path, files: Sequence[str]) -> tuple[LinesRun, list[str]]:
     """Return what the cache has of these test files of a tree, and the files that it has not."""
-    lines_run, missing = LinesRun(folder), list[str]()
+    lines_run, missing = LinesRun(), list[str]()
     for file in files:
-        cached = folder / f"{_digest((root / file).read_text())}.json"
+        cached = folder / f"{digest_of(file, (root / file).read_text())}.json"
         if cached.is_file():
             lines_run.add(json.loads(cached.read_text()))
         else:
             missing.append(file)
     return lines_run, missing
-
-
-def store_lines_run(folder: Path, tree: Path, is_ended: bool = True) -> None:
-    """Move the notes of a run of pytest in `tree` into the cache, one entry for each test file.
-
-    is_ended: False leaves out the last file, whose tests may not all have run.
-    """
-    runs: dict[str, dict[str, dict]] = defaultdict(dict)
-    for record in map(json.loads, (tree.parent / "lines" / _RECORDS).read_text().splitlines()):
-        run = runs[record["test"].partition("::")[0]].setdefault(
-            record["test"], {"seconds": 0.0, "outcome": "passed"}
-        )
-        run["seconds"] += record["seconds"]
-        if record["outcome"] != "passed":
-            run["outcome"] = record["outcome"]
-    for file in list(runs)[: None if is_ended else -1]:
-        sources: dict[str, str] = {}
-        for address, run in runs[file].items():
-            run["lines"] = lines = defaultdict(list)
-            notes = tree.parent / "lines" / f"{_name_of(address)}.lines"
-            for line in sorted(set(notes.read_text().splitlines())):
-                path, _, number = line.rpartition(":")
-                lines[path].append(int(number))
-            for path in lines:
-                text = (tree / "megatron_asynchzp" / path).read_text()
-                sources[path] = store_source(folder, text)
-        text = (tree / file).read_text()
-        entry = {
-            "file": file,
-            "shares": bool(_SHARES.search(text)),
-            "sources": sources,
-            "tests": runs[file],
-        }
-        (folder / f"{_digest(text)}.json").write_text(json.dumps(entry))
-
-
-def store_source(folder: Path, text: str) -> str:
-    """Keep the text whose lines were run in the cache; returns its digest."""
-    (folder / "sources").mkdir(parents=True, exist_ok=True)
-    (folder / "sources" / _digest(text)).write_text(text)
-    return _digest(text)
 
 
 def watch(folder: Path, base: Path, files: Sequence[str]) -> None:
@@ -161,22 +128,45 @@ def watch(folder: Path, base: Path, files: Sequence[str]) -> None:
         done = subprocess.run(
             [*command, "-p", __name__, *files], cwd=tree, env=env, stdout=subprocess.DEVNULL
         )
-        store_lines_run(folder, tree, is_ended=done.returncode in (0, 1))
+        _store(folder, tree, files, has_ended=done.returncode in (0, 1, 5))
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _store(folder: Path, tree: Path, files: Sequence[str], has_ended: bool) -> None:
+    """Move the notes of a run of pytest in `tree` into the cache, an entry for each test file; of a
+    run that broke off those before the last, whose tests may not all have run."""
+    notes, runs = tree.parent / "lines", defaultdict[str, dict[str, dict]](dict)
+    records = notes / _RECORDS
+    for record in map(json.loads, records.read_text().splitlines() if records.is_file() else ()):
+        run = runs[record["test"].partition("::")[0]].setdefault(
+            record["test"], {"seconds": 0.0, "outcome": "passed"}
+        )
+        run["seconds"] += record["seconds"]
+        if record["outcome"] != "passed":
+            run["outcome"] = record["outcome"]
+    keys_of = dict[str, dict[int, tuple[str, ...]]]()
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files if has_ended else [*runs][:-1]:
+        tests = runs.get(file, {})  # none where all are slow
+        for address, run in tests.items():
+            keys = set[str]()
+            for note in set((notes / f"{digest_of(address)}.lines").read_text().splitlines()):
+                path, _, line = note.rpartition(":")
+                if path not in keys_of:
+                    source = tree / PACKAGE / path
+                    keys_of[path] = keys_of_lines(source.read_text(), source.name)
+                keys.update(keys_of[path][int(line)])
+            run["keys"] = sorted(keys)
+        text = (tree / file).read_text()
+        entry = {"file": file, "shares": bool(_SHARES.search(text)), "tests": tests}
+        (folder / f"{digest_of(file, text)}.json").write_text(json.dumps(entry))
 
 
 # ---- inside pytest
 
-_RECORDS = "records.jsonl"
-_name_of = _digest
-
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Note the lines of this test from now on."""
-    sys.modules["sitecustomize"].notes.begin_test(_name_of(nodeid))
+    sys.modules["sitecustomize"].notes.begin_test(digest_of(nodeid))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -63,12 +63,9 @@ def write(new: Sequence[dict]) -> None:
     TABLE.write_text(page_of(rows, read_record(GENERATED)))
 
 
-def write_generated(rows: Sequence[dict], command: str, date: str, first: str) -> None:
-    """Replace the record of the generated mutants, and bring the page up to date.
-
-    first: what was caught before tests were added, for the page.
-    """
-    told = {"command": command, "date": date, "first": first}
+def write_generated(rows: Sequence[dict], command: str, date: str) -> None:
+    """Replace the record of the generated mutants, and bring the page up to date."""
+    told = {"command": command, "date": date}
     lines = [json.dumps(told | row) for row in sorted(rows, key=lambda row: row["key"])]
     GENERATED.write_text("\n".join(lines) + "\n")
     TABLE.write_text(page_of(read_record(RECORD), read_record(GENERATED)))
@@ -127,7 +124,7 @@ def generated_table_of(rows: Sequence[dict]) -> str:
     first = rows[0]
     lines = [
         _GENERATED,
-        f"{first['date']} · `{first['command']}` · {_share(rows)} · {first['first']}"
+        f"{first['date']} · `{first['command']}` · {_share(rows)} · "
         f"[record](records/{GENERATED.name})\n",
         "| room | mutants | caught | equivalent | not caught |",
         "|---|---:|---:|---:|---:|",
@@ -168,7 +165,8 @@ def _share(rows: Sequence[dict]) -> str:
     num = sum("why" not in row for row in rows)
     caught = count_caught(rows)
     share = f"{caught} of {num} caught ({caught / max(num, 1):.0%})"
-    return f"{share}, {len(rows) - num} equivalent"
+    at_first = count_caught([row for row in rows if "first_verdict" not in row])
+    return f"{share}, {at_first} before tests were added; {len(rows) - num} equivalent"
 
 
 def _short(text: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mutants import generated
 from tests.mutants.generated import NO_TEST, Journal, generate, run_generated
-from tests.mutants.lines_run import read_lines_run, store_source, watch
+from tests.mutants.lines_run import keys_of_lines, read_lines_run, watch
 from tests.mutants.operators import find_changes
 from tests.mutants.page import generated_table_of
 from tests.mutants.run import MutantError, Verdict, mutated
@@ -108,7 +108,7 @@ def test_the_tests_of_a_line_ran_it_and_an_interrupted_run_goes_on(package, tmp_
     names = {}
     for mutant in mutants:
         assert mutated(mutant.mutant, package) != SOURCE
-        tests = mutant.find_tests(package, lines_run)
+        tests = mutant.find_tests(lines_run)
         names[mutant.change.line] = {test.address.partition("::")[2] for test in tests}
     # A line of a module runs for whoever imports it, for whom any test of the file stands.
     assert names == {2: {"test_of_equals", "test_of_others"}, 6: set(), 9: names[2]}
@@ -142,15 +142,8 @@ def test_a_test_that_fails_on_the_unharmed_tree_catches_nothing(package, tmp_pat
     monkeypatch.setattr(generated, "run_tests", lambda *_, **__: (1, f"FAILED {test} - x"))
     mutants, journal = generate(package, 100, "HEAD"), Journal(tmp_path / "journal.jsonl")
     lines_run, _ = read_lines_run(tmp_path / "cache", package, [])
-    lines_run.add(
-        {
-            "tests": {
-                test: {"outcome": "passed", "seconds": 1.0, "lines": {"room/numbers.py": [2]}}
-            },
-            "sources": {"room/numbers.py": store_source(lines_run.folder, SOURCE)},
-            "shares": False,
-        }
-    )
+    run = {"outcome": "passed", "seconds": 1.0, "keys": keys_of_lines(SOURCE, "numbers.py")[2]}
+    lines_run.add({"tests": {test: run}, "shares": False})
     with pytest.raises(MutantError, match="test_of_equals"):
         run_generated(mutants, package, lines_run, journal, 1, lambda _: None)
     assert all(row["verdict"] != Verdict.CAUGHT for row in journal.rows.values())
@@ -160,12 +153,12 @@ def test_the_page_has_the_share_of_each_room_and_every_survivor_with_a_verdict()
     row = {
         "key": "a", "room": "engine/comm", "file": "engine/comm/a.py", "line": 3, "function": "f",
         "old": "a | b", "new": "a & b", "verdict": "caught", "date": "2027-01-01",
-        "command": "c", "first": "1 of 3 at first; ",
+        "command": "c",
     }  # fmt: skip
     missed = row | {"key": "b", "verdict": "not caught"}
     since = row | {"key": "d", "first_verdict": "not caught", "test": "tests/t.py::test_it[1]"}
     page = generated_table_of([row, missed, missed | {"key": "c", "why": "b is 0"}, since])
-    assert "2 of 3 caught (67%), 1 equivalent · 1 of 3 at first; [record]" in page
+    assert "2 of 3 caught (67%), 1 before tests were added; 1 equivalent · [record]" in page
     assert "| `engine/comm/` | 4 | 2 | 1 | 1 |" in page
     assert page.count("| `a \\| b` → `a & b` | `f` | ") == 3 and "| equivalent: b is 0 |" in page
     assert "| test added: `test_it` |" in page

@@ -213,11 +213,24 @@ def test_sizes_that_the_first_pass_leaves_out_are_tried_around_the_best(monkeypa
     fast = space(slow(8, 10.0), 512, micro_batch_sizes=(1,), depths=(1,))
     every = search(fast)
     monkeypatch.setattr(space_module, "_MOST_SIZES", 3)
+    costing, looked_at = Space.costing, list[Plan]()
+    monkeypatch.setattr(
+        Space, "costing", lambda self, plan: looked_at.append(plan) or costing(self, plan)
+    )
     few = search(fast)
-    assert few.num_plans < every.num_plans
+    assert len(looked_at) == len(set(looked_at)) == few.num_plans < every.num_plans
     tried = {size for one in few.ranked for size in (one.plan.sizes.grad, one.plan.sizes.optim)}
     assert tried > {1, 8, 64}
     assert few.ranked[0].step_s <= 1.01 * every.ranked[0].step_s
+
+
+def test_no_plan_is_estimated_at_or_below_its_lower_bound():
+    where = space(slow(4, 5.0), 96, depths=(1,), micro_batch_sizes=(1,), vary=("tp", "pp"))
+    for plan in random.Random(3).sample(list(plans(where)), 20):
+        costing = where.costing(plan)
+        if costing.has_room:
+            bound_s, estimate_s = search_module._bounds_of(costing)
+            assert 0 < bound_s < estimate_s
 
 
 def test_sizes_to_try_nest_and_are_all_there_are_in_small_worlds():

@@ -3,6 +3,7 @@
 """Weights that travel as FP8 codes: layers that compute on that grid make the same of them, bit for
 bit, and half of the bytes travel."""
 
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -118,6 +119,24 @@ def check_what_arrives(sizes: tuple, seeds: range) -> float:
 def test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes(ranks, sizes):
     shares = run_ranks(check_what_arrives, ranks, sizes, range(40))
     assert 0.5 <= min(shares) < 0.55
+
+
+@pytest.mark.parametrize("side, columns", [(None, 9), (4, 9), (4, 30), (4, 70), (1, 101)])
+def test_pieces_are_whole_rows_of_blocks_and_as_short_as_these_allow(monkeypatch, side, columns):
+    most = 100
+    monkeypatch.setattr(low_precision_gather, "_MOST_AT_ONCE", most)
+    band = (side or 0) * columns
+    for first, start, numel in product((0, 1, 170, 523), (0, 64), (1, 99, 100, 1000)):
+        part = low_precision_gather._Fp8Part(
+            WeightGrid(False, 0.0, side), (40, columns), slice(0, 1), first,
+            slice(start, start + numel),
+        )  # fmt: skip
+        pieces = part.pieces()
+        assert [piece.start for piece in pieces] == [start, *(p.stop for p in pieces[:-1])]
+        assert pieces[-1].stop == start + numel
+        assert all(0 < piece.stop - piece.start <= max(most, band) for piece in pieces)
+        for piece in pieces[1:]:
+            assert side is None or (first + piece.start - start) % band == 0
 
 
 def test_the_planner_counts_the_bytes_of_a_layer_within_one_percent():

@@ -3,6 +3,7 @@
 """Views of gathered parameters that backward needs: right whatever memory and depth, also those
 that autograd's hooks never see."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -216,6 +217,44 @@ def check_writes(sizes: tuple[int, int, int]) -> None:
                 sharded.zero_grad()
                 for name, value in sharded.full_params():
                     torch.testing.assert_close(value, expected[name], msg=f"{write}, {way}")
+
+
+def check_hooks_of_the_program() -> None:
+    """The program's hooks see the activations that a plain model saves, and no weight; a backward
+    of before an update is refused in torch's words."""
+    x, model = torch.linspace(-1, 1, 12).view(3, 4), writing_model(add_to_an_output)
+    for layer in model:
+        layer.write = torch.tanh
+    shapes: dict[bool, list[torch.Size]] = {False: [], True: []}
+
+    def loss_of(is_sharded: bool) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if len(tensor) == len(x):  # no weight
+                shapes[is_sharded].append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return model(x).square().sum()
+
+    loss_of(False)
+    new_sgd = partial(torch.optim.SGD, lr=0.1)
+    with shard(model, list(model), ShardSizes(2, 2, 2), new_sgd) as sharded:
+        for _ in range(2):  # in the second step a unit may go without the engine's hooks
+            shapes[True].clear()
+            late = model(x).sum()
+            loss_of(True).backward()
+            assert shapes[True] == shapes[False] and len(shapes[False]) >= 6
+            sharded.step()
+            words = r"\[parameters of .*\] is at version (\d+); expected version (\d+) instead"
+            with pytest.raises(RuntimeError, match=words) as refused:
+                late.backward()
+            now, then = map(int, re.search(words, str(refused.value)).groups())  # pyright: ignore
+            assert now > then
+            sharded.zero_grad()
+
+
+def test_the_programs_hooks_see_activations_and_an_old_backward_is_refused_with_both_versions():
+    run_ranks(check_hooks_of_the_program, 2)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2)])

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guard around Megatron's saving and loading, in Megatron's own pretrain() on two ranks."""
 
+import contextlib
+import logging
 import resource
 import shutil
 import signal
@@ -16,8 +18,10 @@ from megatron_asynchzp.checkpoint_files.choice import TRACKER, Choice, choose_ch
 from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
+from megatron_asynchzp.checkpoint_files.saving import complete_directory
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint import load_guard
+from megatron_asynchzp.hf.torch_dist import write_checkpoint
+from megatron_asynchzp.mcore.checkpoint import load_guard, save_guard
 from megatron_asynchzp.mcore.checkpoint.load_guard import chosen_metadata
 from megatron_asynchzp.mcore.checkpoint.operation import Load
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
@@ -217,6 +221,46 @@ def test_a_load_folder_without_a_checkpoint_is_one_line_after_loading(tmp_path, 
     assert load_guard.guard_load_checkpoint(lambda: (0, 0), args, "load") == (0, 0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"megatron_asynchzp: --load {tmp_path}: there is no checkpoint, ")
+
+
+@pytest.mark.parametrize("is_of_checkpoint", [False, True])
+def test_a_schedule_of_the_checkpoint_is_applied_once_more_when_all_of_it_is_read(
+    tmp_path, is_of_checkpoint
+):
+    """Megatron's own applies it before it has read the weight decay."""
+    args = Namespace(
+        save=None, load=str(tmp_path), ckpt_step=None, pretrained_checkpoint=None,
+        asynchzp_verify="full", use_checkpoint_opt_param_scheduler=is_of_checkpoint,
+    )  # fmt: skip
+    calls: list[object] = []
+    scheduler = Namespace(step=lambda increment: calls.append(increment))
+    load_guard.guard_load_checkpoint(lambda: calls.append("read"), args, "load", scheduler)
+    assert calls == ["read", 0][: 1 + is_of_checkpoint]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_arguments_are_read_from_the_checkpoint_that_is_chosen(tmp_path, is_given):
+    write_checkpoint(tmp_path / "iter_0000003", [], {"args": Namespace()})
+    complete_directory(tmp_path / "iter_0000003")
+    (tmp_path / TRACKER).write_text("3")
+    args = Namespace(ckpt_step=None, exit_on_missing_checkpoint=False)
+    folder = str(tmp_path) if is_given else None
+    assert load_guard.guard_load_args(lambda: args.ckpt_step, args, folder) == (
+        3 if is_given else None
+    )
+    assert args.ckpt_step is None
+
+
+def test_no_save_leaves_its_ear_at_megatrons_log(tmp_path):
+    writer = logging.getLogger(save_guard._WRITER)
+    before = list(writer.handlers)
+    for error in (None, OSError("no space"), ValueError()):
+        with contextlib.suppress(SaveError, ValueError):
+            with save_guard._explaining(save_guard.SaveLog(), tmp_path):
+                assert len(writer.handlers) == len(before) + 1
+                if error is not None:
+                    raise error
+        assert writer.handlers == before
 
 
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):

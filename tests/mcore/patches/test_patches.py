@@ -3,6 +3,7 @@
 """Patching the installed Megatron, and what each replacement does with what it is given. How names
 are replaced and come back is in tests/test_replacements.py."""
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -17,7 +18,7 @@ from megatron.core import package_info
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import own_flags
-from megatron_asynchzp.mcore.patches import model, table
+from megatron_asynchzp.mcore.patches import model, offloading, table
 from megatron_asynchzp.mcore.patches.patch import (
     Patch,
     apply_patches,
@@ -279,6 +280,83 @@ def test_what_cannot_be_captured_ends_in_one_line_and_the_rehearsal_with_it(monk
     with pytest.raises(ConfigurationError, match=line):
         made.create_cudagraphs()
     assert chunk.runtime.rehearsing.return_value.__exit__.call_count == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_drawn_to_warm_up_a_capture_is_drawn_again(monkeypatch, fails):
+    """On the device's own generator and on Megatron's."""
+    default, own = (torch.Generator().manual_seed(seed) for seed in (3, 5))
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, default))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    rng = "megatron.core.tensor_parallel.random.get_all_rng_states"
+    monkeypatch.setattr(rng, lambda: {"experts": own})
+
+    def draw() -> list[float]:
+        return [torch.rand(1, generator=generator).item() for generator in (default, own)]
+
+    with contextlib.suppress(KeyError), model._random_numbers_kept():
+        warm = draw()
+        if fails:
+            raise KeyError
+    assert draw() == warm and len(set(warm)) == 2 and draw() != warm
+
+
+@pytest.mark.parametrize(
+    ("is_ours", "runners", "is_rehearsed"), [(True, 2, True), (True, 0, False), (False, 2, False)]
+)
+def test_megatrons_own_capture_is_rehearsed_where_layers_of_our_run_recorded_any(
+    monkeypatch, is_ours, runners, is_rehearsed
+):
+    from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+
+    from megatron_asynchzp.mcore.step.communication import Communication
+
+    recorded = [(mock.Mock(params_to_backprop=[number]), "forward") for number in range(runners)]
+    runtime, kept = mock.MagicMock(), []
+    runtime.rehearsing.side_effect = lambda grads: kept.append(grads) or contextlib.nullcontext()
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_record", recorded)
+    monkeypatch.setattr(Communication, "open_runtimes", lambda: [runtime])
+    monkeypatch.setattr(model, "run_args", lambda: Namespace() if is_ours else None)
+    monkeypatch.setattr(model, "_random_numbers_kept", contextlib.nullcontext)
+    for name in ("current_stream", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    assert model.capture_recorded.make(lambda: "captured")() == "captured"
+    assert kept == ([{0, 1}] if is_rehearsed else [])
+
+
+@pytest.mark.parametrize("memory", [None, (7, 7)])
+def test_graphs_of_megatrons_own_layers_share_one_pool_of_memory_from_the_start(
+    monkeypatch, memory
+):
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    monkeypatch.setattr(package_info, "__version__", "0.19.0")
+    monkeypatch.setattr(CudaGraphManager, "global_mempool", memory)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    model._prepare_own_graphs()
+    assert CudaGraphManager.global_mempool == (memory or (0, 1))
+
+
+@pytest.mark.parametrize(("is_ours", "waits"), [(True, ["a"]), (False, [])])
+def test_an_offloaded_activation_is_read_when_its_copy_to_the_host_has_ended(
+    monkeypatch, is_ours, waits
+):
+    """Group 1 is on the host; of group 2 the activation is on the device yet."""
+    waited, current = [], object()
+    groups = [
+        Namespace(_tensors={(1, 0): ("on the host",)}),
+        Namespace(_tensors={(2, 0): "on the device"}),
+    ]
+    for name, group in zip("ab", groups, strict=True):
+        group.wait_offload_event = lambda stream, name=name: waited.append((name, stream))
+    popped = Namespace(offload_groups=groups, tensor_pop=lambda tag: (tag, list(waited)))
+    monkeypatch.setattr(offloading, "run_args", lambda: Namespace() if is_ours else None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    handler = offloading.offload_chunk.make(lambda *_: popped)(0, None)
+    before = [(name, current) for name in waits]
+    assert handler.tensor_pop((1, 0)) == ((1, 0), before)
+    assert handler.tensor_pop((2, 0)) == ((2, 0), before)
+    assert handler.tensor_pop("a tensor") == ("a tensor", before)
 
 
 @pytest.mark.parametrize(("version", "is_old"), [("0.18.1", True), ("0.19.0", False)])
