@@ -129,6 +129,7 @@ def test_on_a_device_what_reads_a_result_is_issued_when_the_next_of_that_lane_is
     assert issued == ["reduce u2", "grad-sync u2", "reduce u1", "grad-sync u1", "reduce u0"]
     # fmt: on
     assert streams.issued.index("add reduce u2") < streams.issued.index("grad-sync u2")
+    assert streams.device.now() == {}  # the caller's own stream waits for none of them
     streams.driver.close()
     assert streams.issued[-1] == "add grad-sync u0"
 

@@ -3,9 +3,11 @@
 """A node that was started with other flags ends the start of every rank, in one line."""
 
 import time
+from argparse import Namespace
 
 import pytest
 
+from megatron_asynchzp.mcore.run import agreement
 from tests.support.launches import Launch
 from tests.support.selection import slow_unless
 from tests.test_launch import _OWN_SCRIPT, TOY
@@ -36,6 +38,21 @@ def test_a_rank_with_other_flags_is_named_before_anything_waits(tmp_path, name):
     for one in ended:
         assert one.own_lines[-1].startswith(f"megatron_asynchzp: {begin}"), one.own_lines[-1]
         assert "Traceback" not in one.text
+
+
+def test_of_datasets_in_other_places_the_weights_and_the_number_are_compared(monkeypatch):
+    told = []
+    monkeypatch.setattr(agreement, "check_same_settings", lambda flags, *_: told.append(flags))
+    for paths in (
+        ["0.3", "/a/x", "7e-1", "/a/y"],
+        ["0.3", "/b/x", "7e-1", "/b/other"],
+        ["0.4", "/a/x", "7e-1", "/a/y"],
+        ["0.3", "/a/x"],
+        ["/a/x", "/a/y", "0.3", "7e-1"],
+    ):
+        agreement.refuse_other_flags(Namespace(data_path=paths, rank=len(told), lr=1e-3))
+    first, elsewhere, *others = told
+    assert first == elsewhere and first not in others
 
 
 @pytest.mark.slow

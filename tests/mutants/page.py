@@ -64,10 +64,14 @@ def write(new: Sequence[dict]) -> None:
 
 
 def write_generated(rows: Sequence[dict], command: str, date: str) -> None:
-    """Replace the record of the generated mutants, and bring the page up to date."""
+    """Add to the record of the generated mutants, and bring the page up to date.
+
+    Mutants of lines that were written anew since stay with what became of them.
+    """
     told = {"command": command, "date": date}
-    lines = [json.dumps(told | row) for row in sorted(rows, key=lambda row: row["key"])]
-    GENERATED.write_text("\n".join(lines) + "\n")
+    known = {row["key"]: row for row in read_record(GENERATED)}
+    known |= {row["key"]: told | row for row in rows}
+    GENERATED.write_text("".join(json.dumps(known[key]) + "\n" for key in sorted(known)))
     TABLE.write_text(page_of(read_record(RECORD), read_record(GENERATED)))
 
 
@@ -121,10 +125,10 @@ def _place_of(row: dict) -> str:
 
 def generated_table_of(rows: Sequence[dict]) -> str:
     """Return the part of the page for generated mutants: the share of each room, and survivors."""
-    first = rows[0]
+    last = max(rows, key=lambda row: row["date"])
     lines = [
         _GENERATED,
-        f"{first['date']} · `{first['command']}` · {_share(rows)} · "
+        f"{last['date']} · `{last['command']}` · {_share(rows)} · "
         f"[record](records/{GENERATED.name})\n",
         "| room | mutants | caught | equivalent | not caught |",
         "|---|---:|---:|---:|---:|",

@@ -8,13 +8,17 @@ import logging
 import random
 from collections.abc import Iterable, Sequence
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.engine.zero.early_sends import EarlySends
 from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise
+from megatron_asynchzp.engine.zero.step import StepScheduler
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, toy_batch, toy_loss
@@ -233,6 +237,20 @@ def test_a_step_stands_where_one_of_its_model_chunks_does_whichever_is_noted_las
     for step in (1, 2, 3):
         vain.note_outcome(step, False)
     assert [vain.may_send(unit, step) for step in (4, 66, 67, 68)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("num_skipped", [1, 2, 3])
+def test_after_three_skipped_steps_nothing_is_sent_early(num_skipped):
+    param, unit = torch.nn.Parameter(torch.zeros(4)), "sent early in each step"
+    sends: Any = EarlySends()
+    sends.early_update = EarlyUpdate(torch.optim.SGD([param]), {unit: [param]})  # pyright: ignore
+    gathers = SimpleNamespace(cancel_early_sends=lambda: sends.forget())
+    for step in range(1, num_skipped + 1):
+        sends.units[unit], sends._sends[unit] = None, SimpleNamespace(is_outdated=False)
+        scheduler: Any = SimpleNamespace(num_begun=step, early_sends=sends, gathers=gathers)
+        StepScheduler.skip_update(scheduler)
+        assert not sends.units
+    assert sends.early_update.may_send(unit, num_skipped + 1) == (num_skipped < 3)
 
 
 def test_a_gradient_that_comes_after_a_unit_was_sent_counts():

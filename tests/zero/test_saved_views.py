@@ -237,8 +237,17 @@ def check_hooks_of_the_program() -> None:
             return model(x).square().sum()
 
     loss_of(False)
-    new_sgd = partial(torch.optim.SGD, lr=0.1)
-    with shard(model, list(model), ShardSizes(2, 2, 2), new_sgd) as sharded:
+    new_sgd, early = partial(torch.optim.SGD, lr=0.1), list[torch.Size]()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        early.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        sharded = shard(model, list(model), ShardSizes(2, 2, 2), new_sgd)
+        model(x).square().sum()  # under hooks that are older than the engine's
+    assert [shape for shape in early if shape[0] == len(x)] == shapes[False]
+    with sharded:
         for _ in range(2):  # in the second step a unit may go without the engine's hooks
             shapes[True].clear()
             late = model(x).sum()

@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whoever writes it, a checkpoint holds the same bits; with fewer writers it has fewer parts."""
 
+from itertools import product
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,26 @@ def test_an_axis_is_used_up_before_the_next_and_no_more_is_joined_than_needed(si
         last = touched[-1]
         smaller = [one for one in range(1, factors[last]) if sizes[last] % one == 0]
         assert all(left * factors[last] // one > most for one in smaller)
+
+
+@pytest.mark.parametrize("factors", [(2, 2), (2, 3), (3, 2, 2)])
+def test_each_rank_that_joins_along_several_axes_writes_as_many_runs_as_the_others(
+    monkeypatch, factors
+):
+    monkeypatch.setattr(save_ranks, "_exchange_pieces", lambda *_: None)
+    ranks = list(product(*map(range, factors)))
+    written = []
+    for coordinates in ranks:
+        runs: list[Any] = [
+            save_ranks._Run(None, f"run {n}", torch.float32, (), 3, n, lambda *_: None)  # pyright: ignore
+            for n in range(2 * len(ranks))
+        ]
+        for coordinate, factor in zip(coordinates, factors, strict=True):
+            axis: Any = SimpleNamespace(axis=SimpleNamespace(coordinate=coordinate))
+            runs = list(save_ranks._exchange(runs, axis, factor))
+        assert [run.numel for run in runs] == [3 * len(ranks)] * 2
+        written += [run.name for run in runs]
+    assert len(set(written)) == len(written) == 2 * len(ranks)
 
 
 def index_of(folder: Path):

@@ -3,6 +3,7 @@
 """A run that resumes with other rates keeps its moments, and goes by the schedule that it names."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint.optimizer_state import ScheduleRule, pair_groups
+from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
+    OptimizerCheckpoint,
+    ScheduleRule,
+    pair_groups,
+)
 from scripts.testbed import megatron_runs
 from scripts.testbed.megatron_runs import run_pretrain
 from tests.support.checkpoints import SAVED_AT, Job
@@ -53,6 +58,19 @@ def test_whatever_the_rates_are_a_group_is_paired_with_its_own(rule, rates, more
     order.shuffle(before)
     for group, loaded in zip(now, pair_groups(now, before, rule), strict=True):
         assert group["name"] == loaded["name"]
+
+
+@given(order=st.randoms())
+def test_a_group_gets_the_settings_that_its_own_was_saved_with_whatever_the_order(order):
+    now, before = (groups_of(1e-3, 0.0, factors=(0.25, 4.0)) for _ in range(2))
+    for number, group in enumerate(before):
+        group |= {"eps": 1e-8 * (number + 2), "step": 7, "params": "of the checkpoint"}
+    expected = {group["name"]: group["eps"] for group in before}
+    order.shuffle(before)
+    run: Any = SimpleNamespace(_param_groups=[group | {"params": "own"} for group in now])
+    OptimizerCheckpoint._load_groups(run, before)
+    assert [group["eps"] for group in run._param_groups] == [expected[g["name"]] for g in now]
+    assert all(g["params"] == "own" and "step" not in g for g in run._param_groups)
 
 
 def test_without_a_flag_another_rate_is_refused_and_the_refusal_names_both_flags():
