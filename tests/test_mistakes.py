@@ -252,6 +252,23 @@ def test_few_open_files_end_in_one_line_however_ranks_are_started(
     assert "ulimit -n is 40 on this host, but a rank takes 256" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("rank", "is_refused"), [("0", True), ("1", False)])
+def test_a_first_rank_needs_two_files_for_each_of_the_others(
+    folder, monkeypatch, capfd, rank, is_refused
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "50")
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (300, 300))
+    monkeypatch.setattr(launch, "run_script", lambda *_: print("the script runs"))
+    if not is_refused:
+        launch.main([SCRIPT])
+        return
+    with pytest.raises(SystemExit):
+        launch.main([SCRIPT])
+    line = "the store at which 50 ranks meet takes 356 files"  # 256 and 2 for each
+    assert line in capfd.readouterr().err
+
+
 def test_what_megatron_refuses_is_one_line_before_torchrun(folder, monkeypatch, capfd):
     refused = Checked(2, "a warning\nmegatron_asynchzp: unrecognized arguments: --num-layrs\n")
     let_megatron_say(monkeypatch, refused)

@@ -3,10 +3,13 @@
 """What a calibration makes of times: a link that gives them back."""
 
 import tomllib
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.commands import calibration
 from megatron_asynchzp.commands.calibration import calibrate, measured_link
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link, Ring
 from megatron_asynchzp.planner.cluster_files import cluster_toml, read_cluster
@@ -26,6 +29,25 @@ def test_a_measured_link_gives_back_the_times_that_it_was_measured_by(
     again = Cluster("c", nodes, 8, Device(100, 80), found, found)
     for nbytes, seconds in times:
         assert ring.turn(nbytes, again).alone_s == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("slowest", [[3.0, 1.0, 5.0], [2.0, 2.0, 9.0, 1.0, 0.5]])
+def test_a_time_is_the_median_of_the_slowest_ranks_without_the_first_call(monkeypatch, slowest):
+    clock, calls = [0.0], []
+    of_others = iter(slowest)
+
+    def take(value: torch.Tensor, _: object) -> None:
+        value.fill_(max(float(value), next(of_others)))  # another rank is the slowest
+
+    def run() -> None:
+        calls.append(clock[0])
+        clock[0] += 100.0 if len(calls) == 1 else 0.25
+
+    others = SimpleNamespace(barrier=lambda: None, all_reduce=take, ReduceOp=dist.ReduceOp)
+    monkeypatch.setattr(calibration, "dist", others)
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    seconds = calibration._Clock(torch.device("cpu"), len(slowest)).seconds(run)
+    assert seconds == sorted(slowest)[len(slowest) // 2] and len(calls) == len(slowest) + 1
 
 
 def _calibrated() -> str:

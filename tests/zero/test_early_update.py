@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.engine.zero.early_sends import EarlySends
-from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise
+from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise, step_beside
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
@@ -237,6 +237,27 @@ def test_a_step_stands_where_one_of_its_model_chunks_does_whichever_is_noted_las
     for step in (1, 2, 3):
         vain.note_outcome(step, False)
     assert [vain.may_send(unit, step) for step in (4, 66, 67, 68)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, ScaledAdam])
+def test_steps_of_one_parameter_beside_the_optimizer_are_the_optimizers_own(kind):
+    def new() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        params = [torch.nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2)]
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        groups = [{"params": [param], "lr": 0.1 * (1 + n)} for n, param in enumerate(params)]
+        return params, kind(groups, **options)
+
+    (whole, optimizer), (apart, other) = new(), new()
+    other.register_step_pre_hook(lambda *_: pytest.fail("a hook of the optimizer's own step"))
+    before = apart[0].tolist()
+    for step in range(3):
+        for param in (*whole, *apart):
+            param.grad = torch.tensor([0.5, -1.0]) * (step + 1)
+        optimizer.step()
+        step_beside(other, [(apart[1], other.param_groups[1])])
+        if kind is not ScaledAdam:  # whose groups count steps
+            assert torch.equal(apart[1], whole[1])
+        assert apart[1].tolist() != before and apart[0].tolist() == before
 
 
 @pytest.mark.parametrize("num_skipped", [1, 2, 3])

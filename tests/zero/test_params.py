@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from megatron_asynchzp import ShardSizes, shard
-from megatron_asynchzp.engine.zero.params import refuse_views
+from megatron_asynchzp.engine.zero.params import check_kept_views, refuse_views
+from megatron_asynchzp.engine.zero.tensors_within import memory_of
 from megatron_asynchzp.errors import ConfigurationError
 
 
@@ -153,3 +154,18 @@ def test_a_kept_view_of_a_parameter_is_refused_with_both_names(keep, path):
     with pytest.raises(ConfigurationError, match=r"layer\.weight \(in a Linear\)") as refused:
         refuse_views(model)
     assert str(refused.value).startswith(path)
+
+
+def test_a_view_that_a_user_of_a_unit_keeps_after_forward_is_refused_with_its_name():
+    """The model and the users are asked, with what is below these; other modules are not."""
+    memory = torch.zeros(8)
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    storage = memory_of(memory)[0]  # pyright: ignore[reportOptionalSubscript]
+    model[1].kept = memory[2:4]
+    model[0][0].copied = memory[:4].clone()  # pyright: ignore
+    check_kept_views("layer 0", storage, model, [model[0]])
+    with pytest.raises(ConfigurationError, match="^1.kept keeps a view of parameters of layer 1"):
+        check_kept_views("layer 1", storage, model, [model[1]])
+    model[0][0].kept = [memory.view(2, 4)[1]]  # pyright: ignore
+    with pytest.raises(ConfigurationError, match=r"^0\.0\.kept keeps a view of .* layer 0 after"):
+        check_kept_views("layer 0", storage, model, [model[0]])
