@@ -8,65 +8,55 @@ A process appends each line once, as `path:line`, to the notes of the test that 
 kills ranks that have answered, so no note waits in memory. A forked rank reads which test runs.
 """
 
+import contextlib
 import os
-import sys
 from pathlib import Path
+from sys import monitoring
 from types import CodeType
 from typing import Any
 
-_monitoring = sys.monitoring
-_TOOL = _monitoring.COVERAGE_ID
-_CURRENT = "current"
+_TOOL, _EVENTS = monitoring.COVERAGE_ID, monitoring.events
 
 
 class LineNotes:
     """The notes of this process. `folder` has one file for each test."""
 
     def __init__(self, folder: Path, sources: str) -> None:
-        self._folder, self._sources = folder, sources
+        self._current, self._folder, self._sources = folder / "current", folder, sources
         self._file = -1
-
-    def start(self) -> None:
-        """Note lines from now on, also in forked processes."""
-        events = _monitoring.events
-        _monitoring.use_tool_id(_TOOL, "mutants")
-        _monitoring.register_callback(_TOOL, events.PY_START, self._begin_function)
-        _monitoring.register_callback(_TOOL, events.LINE, self._note)
-        _monitoring.set_events(_TOOL, events.PY_START)
+        monitoring.use_tool_id(_TOOL, "mutants")
+        monitoring.register_callback(_TOOL, _EVENTS.PY_START, self._begin_function)
+        monitoring.register_callback(_TOOL, _EVENTS.LINE, self._note)
+        monitoring.set_events(_TOOL, _EVENTS.PY_START)
         os.register_at_fork(after_in_child=self.follow)
         self.follow()
 
     def begin_test(self, name: str) -> None:
         """Tell all processes that start from now on which test runs."""
-        (self._folder / _CURRENT).write_text(name)
+        self._current.write_text(name)
         self.follow()
 
     def follow(self) -> None:
         """Open the notes of the test that runs now, and note each line again."""
         if self._file >= 0:
             os.close(self._file)
-        current = self._folder / _CURRENT
-        name = current.read_text() if current.is_file() else "none"
+        name = self._current.read_text() if self._current.is_file() else "none"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.open(self._folder / f"{name}.lines", flags, 0o644)
-        _monitoring.restart_events()
+        monitoring.restart_events()
 
     def _begin_function(self, code: CodeType, _: int) -> Any:
         if code.co_filename.startswith(self._sources):
-            _monitoring.set_local_events(_TOOL, code, _monitoring.events.LINE)
-        return _monitoring.DISABLE
+            monitoring.set_local_events(_TOOL, code, _EVENTS.LINE)
+        return monitoring.DISABLE
 
     def _note(self, code: CodeType, line: int) -> Any:
-        path = code.co_filename[len(self._sources) :]
-        try:
-            os.write(self._file, f"{path}:{line}\n".encode())
-        except OSError:
-            pass  # the program closed a descriptor that it did not open
-        return _monitoring.DISABLE
+        with contextlib.suppress(OSError):  # the program closed a descriptor that it did not open
+            os.write(self._file, f"{code.co_filename[len(self._sources) :]}:{line}\n".encode())
+        return monitoring.DISABLE
 
 
 notes: LineNotes | None = None
 if __name__ == "sitecustomize":
     tree = Path(__file__).parent
     notes = LineNotes(tree.parent / "lines", f"{tree}/megatron_asynchzp/")
-    notes.start()

@@ -167,5 +167,5 @@ def test_a_view_that_a_user_of_a_unit_keeps_after_forward_is_refused_with_its_na
     with pytest.raises(ConfigurationError, match="^1.kept keeps a view of parameters of layer 1"):
         check_kept_views("layer 1", storage, model, [model[1]])
     model[0][0].kept = [memory.view(2, 4)[1]]  # pyright: ignore
-    with pytest.raises(ConfigurationError, match=r"^0\.0\.kept keeps a view of .* layer 0 after"):
+    with pytest.raises(ConfigurationError, match=r"^0\.0\.kept\[0\] keeps a view of .* layer 0 "):
         check_kept_views("layer 0", storage, model, [model[0]])
