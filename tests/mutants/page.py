@@ -28,7 +28,8 @@ _GENERATED = """
 A machine makes small faults in lines that changed since a commit (an edge of a comparison, an
 operator, a constant by one, a condition, a call left out, two arguments swapped, an early end, an
 empty branch) and runs the fast tests that run the line, as many as half a minute takes. A mutant
-that no test can notice counts as equivalent, with the reason.
+that no test can notice counts as equivalent, with the reason. Mutants of lines that were written
+anew since stay with what became of them.
 """
 
 
