@@ -5,6 +5,7 @@
 EQUIVALENT: dict[str, str] = {
     "87eb18dc0a": "cuts the dimensions in another order, until none can be cut",
     "51aad84f66": "numbers the elements from 1; any first number makes as good a hash",
+    "0dd5484a35": "main and model parameters are the same when the checks begin",
     "fbf2dce582": "any number of steps that no run reaches",
     "3378164202": "looks at the store less often; every wait ends as before",
     "303094f190": "looks again after a longer time, later and later as before",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.library.optimizer import _refuse_other_parts
 from megatron_asynchzp.library.states import refuse_optimizer
 from scripts.testbed.ranks import run_ranks
 from tests.support.loops import Loop, load, optimizer_params, save, unclipped, unclipped_step
@@ -814,3 +815,22 @@ def load_fewer_states(folder: Path) -> str:
 def test_a_state_that_the_optimizer_does_not_keep_is_not_dropped_silently(tmp_path):
     for line in run_ranks(load_fewer_states, 2, tmp_path):
         assert "'max_exp_avg_sq' of trunk.0.weight" in line
+
+
+@pytest.mark.parametrize(
+    ("held", "whose"),
+    [
+        ([["a", 0, 4], ["b", 1, 3]], ""),  # as JSON gives them back
+        ([("a", 0, 4)], "of another rank or other sizes"),
+        ([("a", 4, 8), ("b", 1, 3)], "of another rank or other sizes"),
+        (None, "of a model that is not sharded"),
+    ],
+)
+def test_an_optimizer_loads_the_state_of_its_own_parts_and_no_other(held, whose):
+    state: dict[str, Any] = {} if held is None else {"asynchzp_held": held}
+    own = [("a", 0, 4), ("b", 1, 3)]
+    if not whose:
+        _refuse_other_parts(state, own)
+        return
+    with pytest.raises(ConfigurationError, match=f"this state of the optimizer is {whose}: each"):
+        _refuse_other_parts(state, own)

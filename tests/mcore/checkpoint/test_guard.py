@@ -263,6 +263,23 @@ def test_no_save_leaves_its_ear_at_megatrons_log(tmp_path):
         assert writer.handlers == before
 
 
+@pytest.mark.parametrize("folders", [["iter_2", "iter_4"], []])
+def test_a_collective_that_fails_while_saves_in_the_background_end_names_the_oldest(
+    monkeypatch, folders
+):
+    def fail() -> None:
+        raise RuntimeError("Connection closed")
+
+    monkeypatch.setattr(save_guard, "collective_of", lambda _: "all_gather over ranks 0 and 1")
+    saves = save_guard.SaveLog()
+    saves.pending += folders
+    with pytest.raises(RuntimeError, match="Connection closed") as failed:
+        save_guard.guard_finalizing(fail, saves)
+    assert isinstance(failed.value, save_guard.CollectiveFailure) == bool(folders)
+    assert ("the save of iter_2" in str(failed.value)) == bool(folders)
+    assert save_guard.guard_finalizing(lambda: "ended", saves) == "ended"
+
+
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):
     args, choice = _two_empty(tmp_path, "garbage")
     loaded = []
