@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.arguments import DryRunStop
 from megatron_asynchzp.mcore.process import platform
@@ -235,7 +235,7 @@ def _parse(
             if Path(argv[0]).name in OF_FLAGS:
                 from megatron_asynchzp.mcore.run import planned
 
-                planned.refuse_sizes_of_layers(args)
+                raise_first(planned.faults_of_layers(args))
         except (Exception, SystemExit) as error:
             raise ConfigurationError(_one_line(error, printed.getvalue())) from error
     own = [line for line in printed.getvalue().splitlines() if line.startswith(_OURS)]

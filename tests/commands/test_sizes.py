@@ -186,6 +186,19 @@ def test_sizes_that_do_not_divide_are_refused_before_a_start(kind):
         assert not said(line), line
 
 
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ("--moe-router-topk 9", "--moe-router-topk 9 is above --num-experts 8; lower it"),
+        ("--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2",
+         "--moe-router-topk 6 over --moe-router-group-topk 2 needs 3 experts of a group, but each "
+         "of the 4 groups has 2; lower the first, or raise the second"),
+    ],
+)  # fmt: skip
+def test_more_experts_for_a_token_than_there_are_are_named_with_what_there_is(more, line):
+    assert said(MOE + more) == line
+
+
 def test_a_world_is_refused_where_megatrons_groups_refuse_it_and_nowhere_else():
     refused = {True: 0, False: 0}
     names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")

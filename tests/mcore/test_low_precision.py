@@ -8,11 +8,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core import package_info
 from packaging.version import Version
 from torch import nn
 
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.start.low_precision import refuse_missing_te, send_codes
+from megatron_asynchzp.mcore.start.low_precision import faults_of_machine, send_codes
 
 
 def asked(recipe: str | None, graphs: str = "none") -> Namespace:
@@ -27,9 +27,7 @@ def asked(recipe: str | None, graphs: str = "none") -> Namespace:
 
 
 def refusal(recipe: str | None = "tensorwise", graphs: str = "none") -> str:
-    with pytest.raises(ConfigurationError) as refused:
-        refuse_missing_te(asked(recipe, graphs))
-    line = str(refused.value)
+    line, *_ = faults_of_machine(asked(recipe, graphs))
     what = f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else f"--cuda-graph-impl {graphs}"
     if recipe == "nvfp4":
         what = "--fp4-format e2m1 --fp4-recipe nvfp4"
@@ -59,7 +57,7 @@ def installed(monkeypatch):
 
 def test_nothing_is_asked_of_a_run_without_fp8(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    refuse_missing_te(asked(None))
+    assert not [*faults_of_machine(asked(None))]
 
 
 def test_a_missing_transformer_engine_is_named_with_its_remedy(monkeypatch):
@@ -75,11 +73,23 @@ def test_a_transformer_engine_that_is_too_old_is_named_with_its_version(
 ):
     installed(version, "is_fp8_available")
     if is_known:
-        refuse_missing_te(asked("tensorwise"))
-        refuse_missing_te(asked(None, "transformer_engine"))
+        assert not [*faults_of_machine(asked("tensorwise"))]
+        assert not [*faults_of_machine(asked(None, "transformer_engine"))]
     else:
         assert f"{version} is installed" in refusal()
         assert f"{version} is installed" in refusal(None, "transformer_engine")
+
+
+@pytest.mark.parametrize("version, is_known", [("0.18.1", False), ("0.19.0", True)])
+def test_an_old_megatron_is_named_where_it_is_to_capture_layers_by_itself(
+    installed, monkeypatch, version, is_known
+):
+    installed("2.15.0")
+    monkeypatch.setattr(package_info, "__version__", version)
+    faults = [*faults_of_machine(asked(None, "local"))]
+    line = "--cuda-graph-impl local needs megatron-core 0.19 or later, and 0.18.1 is installed; "
+    assert [fault.startswith(line) for fault in faults] == [True] * (not is_known)
+    assert not [*faults_of_machine(asked(None, "transformer_engine"))]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,7 @@ def test_a_transformer_engine_that_is_too_old_is_named_with_its_version(
 )
 def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, question):
     installed("2.18.0", question)
-    refuse_missing_te(asked(recipe))
+    assert not [*faults_of_machine(asked(recipe))]
     installed("2.18.0")
     assert f"no {question} here" in refusal(recipe)
 

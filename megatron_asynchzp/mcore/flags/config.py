@@ -6,7 +6,7 @@ and the text that explains each choice. Importing this file loads no torch.
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron_asynchzp.engine.schedule import (
     SCHEDULES,
     ScheduleConfig,
 )
-from megatron_asynchzp.errors import ConfigurationError, no_file_at
+from megatron_asynchzp.errors import ConfigurationError, no_file_at, raise_first
 from megatron_asynchzp.planner.cluster_files import load_cluster
 
 STATES = ("param", "grad", "optim")
@@ -266,26 +266,26 @@ class AsyncHZPConfig:
         return cls(**values)
 
     def __post_init__(self) -> None:
+        raise_first(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         for name, made in OPTIONS.items():
             value, flag = getattr(self, name), flag_of(name)
             if value == default_of(name):
                 continue
-            _check_value(flag, value, made.metadata["read"], made.metadata["choices"])
+            yield from _faults_of(flag, value, made.metadata["read"], made.metadata["choices"])
         for name in ("grad_slot_mb", "memory_in_flight_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(f"{flag_of(name)} {value:g}: give a size larger than 0")
+                yield f"{flag_of(name)} {value:g}: give a size larger than 0"
         for name in ("keep_params_gb", "keep_grads_gb"):
             value = getattr(self, name)
             if value != AUTO and not 0 <= value < math.inf:
-                raise ConfigurationError(
-                    f"{flag_of(name)} {value:g}: give the GiB that may be used, or 0 for none"
-                )
-        automatic = self.states_of_size(AUTO)
-        if automatic and self.cluster is None:
-            raise ConfigurationError(
-                f"--asynchzp-{automatic[0]}-shard-size auto: give --asynchzp-cluster NAME_OR_FILE, "
-                "for which the size is chosen, or a number of ranks"
+                yield f"{flag_of(name)} {value:g}: give the GiB that may be used, or 0 for none"
+        for state in self.states_of_size(AUTO) if self.cluster is None else ():
+            yield (
+                f"--asynchzp-{state}-shard-size auto: give --asynchzp-cluster NAME_OR_FILE, for "
+                "which the size is chosen, or a number of ranks"
             )
 
     def check(self, world_size: int | None) -> None:
@@ -362,15 +362,17 @@ def flag_of(name: str) -> str:
     return OPTIONS[name].metadata["flag"] or f"--asynchzp-{name.replace('_', '-')}"
 
 
-def _check_value(flag: str, value: Any, read: Callable | None, choices: Sequence[str]) -> None:
+def _faults_of(
+    flag: str, value: Any, read: Callable | None, choices: Sequence[str]
+) -> Iterator[str]:
     for word in value if isinstance(value, tuple) else (value,):
         if choices and word not in choices:
-            raise ConfigurationError(f"{flag} {word}: give one of {', '.join(choices)}")
-    if read is not None:
-        try:
+            yield f"{flag} {word}: give one of {', '.join(choices)}"
+    try:
+        if read is not None:
             read(value)
-        except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"{flag}: {error}") from error
+    except (ValueError, TypeError) as error:
+        yield f"{flag}: {error}"
 
 
 def _value_of_word(variable: str, name: str, word: str) -> Any:

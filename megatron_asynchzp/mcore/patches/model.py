@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.checks import faults_of_tokens
-from megatron_asynchzp.mcore.patches.patch import found_version, replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.settings import Run, RunSettings, run_args
-from megatron_asynchzp.versions import Version
 
 
 def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
@@ -24,9 +23,9 @@ def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
     if settings is None or not given.arguments["wrap_with_ddp"]:
         return original(*args, **options)
     from megatron_asynchzp.mcore.start.construction import constructing
-    from megatron_asynchzp.mcore.start.low_precision import refuse_missing_te
+    from megatron_asynchzp.mcore.start.low_precision import faults_of_machine
 
-    refuse_missing_te(run)
+    raise_first(faults_of_machine(run))
     if run.cuda_graph_impl == "local":
         _prepare_own_graphs()
     if run.rank == 0:
@@ -56,18 +55,13 @@ get_model = replaces(
 
 
 def _prepare_own_graphs() -> None:
-    """Raise ConfigurationError for untested local graphs; keep everything on the current stream.
+    """Keep everything on the current stream.
 
-    Before graphs have memory Megatron would continue on another stream, which waits for nothing.
+    Before graphs have memory Megatron would go on on another stream, which waits for nothing.
     """
     import torch
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-    if Version.of(version := found_version()) < Version.of("0.19"):
-        raise ConfigurationError(
-            f"--cuda-graph-impl local needs megatron-core 0.19 or later, and {version} is "
-            "installed; use --cuda-graph-impl transformer_engine"
-        )
     if CudaGraphManager.global_mempool is None:
         CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
 

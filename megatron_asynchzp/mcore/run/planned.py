@@ -85,21 +85,24 @@ def costing_of(
     return Costing(setting.model, plan_of(args, setting, run), cluster, setting.kernels)
 
 
-def refuse_sizes_of_layers(args: Namespace) -> None:
-    """Raise ConfigurationError, one line, for what Megatron would refuse when it builds the model
-    that its own scripts make of the flags, or in the first step. args: validated."""
-    for line in _refused_of_layers(args):
-        raise ConfigurationError(line)
+def faults_of_layers(args: Any) -> Iterator[str]:
+    """Name sizes that Megatron would refuse when it builds the model, or in the first step.
 
-
-def _refused_of_layers(args: Namespace) -> Iterator[str]:
+    The model is the one that Megatron's own scripts make of validated arguments.
+    """
     if args.num_experts:
         if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
             yield "--num-experts with --tensor-model-parallel-size: add --sequence-parallel"
-        groups, of_groups = args.moe_router_num_groups or 1, args.moe_router_group_topk or 1
-        known, asked = args.num_experts // groups, args.moe_router_topk // of_groups
-        if asked > known:
-            yield f"--moe-router-topk {args.moe_router_topk}: {asked} of {known} experts of a group"
+        groups, chosen = args.moe_router_num_groups or 1, args.moe_router_group_topk or 1
+        size, needed = args.num_experts // groups, args.moe_router_topk // chosen
+        if needed > size:
+            yield (
+                f"--moe-router-topk {args.moe_router_topk} over --moe-router-group-topk {chosen} "
+                f"needs {needed} experts of a group, but each of the {groups} groups has {size}; "
+                "lower the first, or raise the second"
+                if groups > 1
+                else f"--moe-router-topk {needed} is above --num-experts {size}; lower it"
+            )
         pattern = args.moe_layer_freq
         if isinstance(pattern, list) and len(pattern) != args.num_layers:
             yield f"--moe-layer-freq has {len(pattern)} entries for --num-layers {args.num_layers}"

@@ -6,7 +6,6 @@ Owns the demands on the machine, the quantised copies of weights that outlive a 
 the weights that travel as FP8 codes.
 """
 
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,11 +13,13 @@ from torch import nn
 
 from megatron_asynchzp.engine.comm.low_precision_gather import WeightGrid
 from megatron_asynchzp.engine.zero.unit import HZPUnit
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.patches.patch import found_version
 from megatron_asynchzp.planner.activations import FP4_COPIES_NBYTES, FP8_COPIES_NBYTES
+from megatron_asynchzp.versions import Version
 
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"
+_OWN_GRAPHS = Version(0, 19)  # Megatron's own graphs of layers are tested from here on
 _SIDE = 128  # of a block of Float8BlockScaling
 _ANSWERS = {
     "mxfp8": "is_mxfp8_available",
@@ -27,34 +28,39 @@ _ANSWERS = {
 }
 
 
-def refuse_missing_te(args: Namespace) -> None:
+def faults_of_machine(args: Any) -> Iterator[str]:
+    """Name a library or a device that FP8, FP4 or CUDA graphs need and this machine lacks."""
+    flags, recipe = f"--cuda-graph-impl {args.cuda_graph_impl}", None
+    if args.cuda_graph_impl == "local" and Version.of(found_version()) < _OWN_GRAPHS:
+        yield (
+            f"{flags} needs megatron-core {_OWN_GRAPHS} or later, and {found_version()} is "
+            "installed; use --cuda-graph-impl transformer_engine"
+        )
     if args.fp8:
         recipe, flags = args.fp8_recipe, f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
     elif args.fp4:
         recipe, flags = args.fp4_recipe, f"--fp4-format {args.fp4} --fp4-recipe {args.fp4_recipe}"
-    elif args.cuda_graph_impl != "none":
-        recipe, flags = None, f"--cuda-graph-impl {args.cuda_graph_impl}"
-    else:
+    elif args.cuda_graph_impl == "none":
         return
     from megatron.core.utils import get_te_version, is_te_min_version
 
+    needs = f"{flags} needs Transformer Engine {_LEAST} or later"
     try:
         import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigurationError(
-            f"{flags} needs Transformer Engine {_LEAST} or later ({error}); "
-            'pip install "transformer_engine[pytorch]", or leave the flags out'
-        ) from error
-    if not is_te_min_version(_LEAST):
-        raise ConfigurationError(
-            f"{flags} needs Transformer Engine {_LEAST} or later, and {get_te_version()} is "
-            "installed; install a later one, or leave the flags out"
-        )
-    if recipe is None:
+        remedy = 'pip install "transformer_engine[pytorch]", or leave the flags out'
+        yield f"{needs} ({error}); {remedy}"
         return
-    is_possible, reason = getattr(te, _ANSWERS.get(recipe, "is_fp8_available"))(return_reason=True)
-    if not is_possible:
-        raise ConfigurationError(f"{flags}: {reason} Choose another recipe, or leave it out")
+    if not is_te_min_version(_LEAST):
+        yield (
+            f"{needs}, and {get_te_version()} is installed; install a later one, or leave the "
+            "flags out"
+        )
+    if recipe is not None:
+        answer = getattr(te, _ANSWERS.get(recipe, "is_fp8_available"))
+        is_possible, reason = answer(return_reason=True)
+        if not is_possible:
+            yield f"{flags}: {reason} Choose another recipe, or leave it out"
 
 
 def forget_copies(module: nn.Module, config: Any) -> None:

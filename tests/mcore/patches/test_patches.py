@@ -359,28 +359,19 @@ def test_an_offloaded_activation_is_read_when_its_copy_to_the_host_has_ended(
     assert handler.tensor_pop("a tensor") == ("a tensor", before)
 
 
-@pytest.mark.parametrize(("version", "is_old"), [("0.18.1", True), ("0.19.0", False)])
-def test_an_old_megatron_is_refused_in_one_line_where_it_is_to_capture_layers_by_itself(
-    monkeypatch, version, is_old
+@pytest.mark.parametrize(
+    "room", ["mcore.start.low_precision.faults_of_machine", "mcore.patches.model.faults_of_tokens"]
+)
+def test_a_fault_of_the_machine_or_of_the_data_is_raised_before_anything_is_built(
+    monkeypatch, room
 ):
-    """Before anything is built."""
-
-    class Started(Exception):
-        pass
-
-    megatron = Namespace(cuda_graph_impl="local", fp8=None, fp4=None, rank=0)
+    megatron = Namespace(cuda_graph_impl="none", fp8=None, fp4=None, rank=0, mock_data=True)
+    megatron.sft = megatron.padded_vocab_size = None
     run = Run(megatron, RunSettings(ShardSizes(1, 1, 1)), None, None)
     monkeypatch.setattr(Run, "_current", run)
-    monkeypatch.setattr(package_info, "__version__", version)
-    monkeypatch.setattr(
-        "megatron_asynchzp.mcore.start.low_precision.refuse_missing_te", lambda _: None
+    monkeypatch.setattr(f"megatron_asynchzp.{room}", lambda _: ["it lacks something"])
+    get_model = model.get_model.make(
+        lambda model_provider, wrap_with_ddp=True: pytest.fail("built")
     )
-    monkeypatch.setattr(model, "faults_of_tokens", mock.Mock(side_effect=Started))
-    manager = "megatron.core.transformer.cuda_graphs.CudaGraphManager"
-    monkeypatch.setattr(f"{manager}.global_mempool", (0, 1))
-    get_model = model.get_model.make(lambda model_provider, wrap_with_ddp=True: None)
-    with pytest.raises(ConfigurationError if is_old else Started) as ended:
+    with pytest.raises(ConfigurationError, match="^it lacks something$"):
         get_model(None)
-    line = "--cuda-graph-impl local needs megatron-core 0.19 or later, and 0.18.1 is installed; "
-    if is_old:
-        assert str(ended.value).startswith(line) and "\n" not in str(ended.value)
