@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`torchrun ... -m megatron_asynchzp.launch SCRIPT [args]` runs an unmodified Megatron-LM script
-with `--use-asynchzp` available.
+"""Runs an unmodified Megatron-LM script, as SCRIPT, with the flags of this package added.
+
+`torchrun ... -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]`
 """
 
 import os
@@ -61,11 +62,10 @@ def main(argv: list[str]) -> None:
 
 @refused_in_one_line()
 def start(argv: list[str]) -> None:
-    """`asynchzp launch [options of torchrun] SCRIPT [arguments of SCRIPT]`: check the command line
-    once, here, by itself and then by Megatron; then become torchrun, whose ranks run `main`. Within
-    a rank (torchrun --no-python) it is `main`.
+    """Check a command line once, then become torchrun, whose ranks run `main`.
 
-    SCRIPT is the first word that ends in .py.
+    `asynchzp launch [options of torchrun] SCRIPT [arguments of SCRIPT]`: SCRIPT is the first word
+    that ends in .py. In a process that is a rank already (torchrun --no-python), run `main`.
     """
     if argv[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
@@ -90,9 +90,10 @@ def start(argv: list[str]) -> None:
 
 @refused_in_one_line()
 def dry_run(argv: list[str]) -> None:
-    """`asynchzp dry-run [options of torchrun] SCRIPT [arguments of SCRIPT]`: `main` with
-    --asynchzp-dry-run for the ranks and nodes that `asynchzp launch` of the same words would have.
-    Without options of torchrun, or where only torchrun knows, the flag chooses the ranks."""
+    """Print the tables of the run that `asynchzp launch` of the same words would start.
+
+    Without options of torchrun, or if only torchrun knows the ranks, --asynchzp-dry-run chooses.
+    """
     if argv[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
         return
@@ -159,8 +160,7 @@ _EXIT_INTERRUPTED = 130  # a shell's status for SIGINT
 
 
 def _prepare_restarts(options: Namespace) -> None:
-    """Let restarted ranks meet. Raises ConfigurationError where torchrun would restart one node's
-    alone."""
+    """Let restarted ranks meet, or raise ConfigurationError if torchrun restarts one node alone."""
     ends = [int(end) for end in options.nnodes.split(":")]
     fewest, most = ends[0], ends[-1]
     may_restart, may_change = options.max_restarts != "0", fewest < most

@@ -100,7 +100,7 @@ def _check_memory_in_flight(script: Path, args: Namespace) -> None:
     try:
         costing = planned.costing_of(args)
     except ConfigurationError:
-        return  # a layer of which the planner has no formula
+        return  # a layer without a formula in the planner
     with planned.naming_the_flag():
         for stage in range(costing.plan.parallel.pp):
             costing.stage_memory(stage)

@@ -16,9 +16,9 @@ from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, defaul
 
 
 class DryRunStop(ConfigurationError):
-    """Megatron's arguments are validated, and nothing is to run.
+    """Raised with Megatron's `validated` arguments when nothing is to run.
 
-    validated: those arguments. The message is for a process that did not start as a dry run.
+    The message is for a process that did not start as a dry run.
     """
 
     def __init__(self, args: Namespace):
@@ -44,7 +44,7 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_argument_of(parser: Any, name: str) -> None:
-    """Add the flag of one field of AsyncHZPConfig."""
+    """Add the flag of the field `name` of AsyncHZPConfig."""
     made = OPTIONS[name]
     told, default = made.metadata, default_of(name)
     words: dict[str, Any] = {"dest": f"asynchzp_{name}", "help": told["text"]}
@@ -74,12 +74,12 @@ def _for_argparse(read: Callable[[Any], Any]) -> Callable[[str], Any]:
 
 
 def config_of(args: Namespace) -> AsyncHZPConfig:
-    """The config that the flags ask for. Raises ConfigurationError, one line."""
+    """Return the config that the flags ask for. Raises ConfigurationError, one line."""
     return AsyncHZPConfig.of(vars(args))
 
 
 def schedule_of(args: Any, config: AsyncHZPConfig | None = None) -> ScheduleConfig:
-    """The engine's schedule by the settings `args`; config: where it is not of argparse."""
+    """Return the engine's schedule by Megatron's settings and a config, by default theirs."""
     # Megatron's validation sets it.
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     limit_s = 60.0 * args.distributed_timeout_minutes

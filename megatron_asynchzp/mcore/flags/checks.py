@@ -150,8 +150,7 @@ def faults_of_saves(args: Namespace) -> Iterator[str]:
         if args.async_save:
             yield f"{local} has not been tested with --async-save; leave one of them out"
         require("nvidia_resiliency_ext", local)
-    uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
-    if args.async_save and uses_nvrx:
+    if args.async_save and args.use_persistent_ckpt_worker and args.async_strategy == "nvrx":
         require("nvidia_resiliency_ext", "--async-save without --async-strategy mcore")
 
 
@@ -214,9 +213,7 @@ def _faults_of_target(word: str) -> Iterator[str]:
 
 
 def _faults_of_source(flag: str, folder: Path) -> Iterator[str]:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         yield " is a file; name a folder of checkpoints"
     if all_of_format_torch(folder):
         yield f": {OTHER_FORMAT}"

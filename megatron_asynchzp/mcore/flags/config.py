@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a user can choose about a run, with the defaults, the checks that need nothing else,
-and the text that explains each choice. Importing this file loads no torch.
-"""
+"""Owns the user's choices about a run, with defaults, checks and help. Loads no torch."""
 
 import math
 import os
@@ -31,7 +29,7 @@ _MIB, _GIB = 2**20, 2**30
 _ALIKE = 0.93  # how alike the name of a variable is to the one that was meant
 
 
-# ---- readers of one value: from a word of a command line, or from a value
+# ---- readers of a value, or of a word of a command line
 
 
 def whole_from(least: int) -> Callable[[Any], int]:
@@ -74,10 +72,10 @@ class TraceRequest:
     num_steps: int | None = None  # of the run and of those that it goes on from; None: unknown
 
     def step_after(self, first: int) -> int:
-        """The step to write of a run that begins with the step `first`: its tenth.
+        """Return the step to write in a run that begins with the step `first`: its tenth.
 
-        Of a shorter run it is the last but one: its trace ends with what follows the step, which
-        after the last one may be an evaluation.
+        A shorter run writes its last but one: a trace ends with the work after its step, and after
+        the last step that may be an evaluation.
         """
         if self.num_steps is None:
             return first + _TRACED_STEP - 1
@@ -96,7 +94,7 @@ def option(
     flag: str | None = None,
     is_list: bool = False,
 ) -> Any:
-    """A choice of the user, as a field of AsyncHZPConfig.
+    """Make a field of AsyncHZPConfig, a choice of the user.
 
     text: the help of its flag, without the default where `text` has no "Default:".
     read: makes a value of a word; without it words stay, and True and False are a switch.
@@ -129,9 +127,9 @@ def _kept(kept: str, read: Callable[[Any], Any], more: str = "") -> Any:
 
 @dataclass(frozen=True)
 class AsyncHZPConfig:
-    """What a user can choose about a run with AsyncHZP. A field is the flag --asynchzp-<field>.
+    """The choices of a user about a run with AsyncHZP. A field is the flag --asynchzp-<field>.
 
-    Raises ConfigurationError, one line that names the flag, for a value that no run can have.
+    Raises ConfigurationError, which names the flag, for a value that no run can have.
     """
 
     param_shard_size: int | str | None = _shard_size("parameters", NODE)
@@ -301,8 +299,7 @@ class AsyncHZPConfig:
                 )
 
     def check_cluster(self) -> None:
-        """Raise ConfigurationError for a cluster that nothing is chosen for, or that this machine
-        has no file of."""
+        """Raise ConfigurationError for a cluster without a choice to make, or without a file."""
         if self.cluster is None:
             return
         if not self.states_of_size(AUTO):
@@ -322,17 +319,17 @@ class AsyncHZPConfig:
 
     @property
     def shard_sizes(self) -> dict[str, int | str | None]:
-        """The three sizes as given, by state."""
+        """Return the three sizes as given, by state."""
         return {state: getattr(self, f"{state}_shard_size") for state in STATES}
 
     def states_of_size(self, *words: str) -> list[str]:
-        """The states whose size is one of `words`."""
+        """Return the states whose size is one of `words`."""
         return [state for state, size in self.shard_sizes.items() if size in words]
 
     def schedule_config(
         self, num_chunks: int = 1, time_limit_s: float = 600.0, timed_every: int = 10
     ) -> ScheduleConfig:
-        """The engine's schedule. num_chunks: model chunks of a rank, which share its memory."""
+        """Return the engine's schedule for a rank whose `num_chunks` chunks share its memory."""
         bound = self.memory_in_flight_gb
         return ScheduleConfig(
             self.schedule,
@@ -353,12 +350,12 @@ OPTIONS: dict[str, Field] = {one.name: one for one in fields(AsyncHZPConfig)}
 
 
 def default_of(name: str) -> Any:
-    """The default of the field `name`."""
+    """Return the default of the field `name`."""
     return OPTIONS[name].default
 
 
 def flag_of(name: str) -> str:
-    """The flag of the field `name`."""
+    """Return the flag of the field `name`."""
     return OPTIONS[name].metadata["flag"] or f"--asynchzp-{name.replace('_', '-')}"
 
 

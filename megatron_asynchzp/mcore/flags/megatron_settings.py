@@ -23,9 +23,9 @@ _FIELDS = {
 
 
 class MegatronSettings:
-    """Settings by the names of Megatron's arguments, from argparse's Namespace or from
-    TransformerConfig, OptimizerConfig and DistributedDataParallelConfig: the first source that has
-    a setting counts, and one that no source has is None.
+    """Settings by the names of Megatron's arguments, from a Namespace or Megatron's dataclasses.
+
+    The first source that has a setting counts; a setting that no source has is None.
     """
 
     def __init__(self, *sources: Any):
@@ -45,7 +45,7 @@ class MegatronSettings:
 
 
 def is_fp32(dtype: object) -> bool:
-    """dtype: a word before Megatron's validation, a torch.dtype after it, None without one."""
+    """Whether a dtype is fp32: a word before Megatron's validation, a torch.dtype after it."""
     return str(dtype) in ("fp32", "torch.float32", "None")
 
 
@@ -72,7 +72,7 @@ def captures(settings: Any, *parts: str) -> bool:
 
 
 def named_parts(settings: Any) -> list[str]:
-    """The parts of a layer that are named to be captured."""
+    """Return the parts of a layer that are named to be captured."""
     # By versions of megatron-core, and before and after Megatron's own validation.
     names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     named = next(filter(None, (getattr(settings, name, None) for name in names)), ())
@@ -86,8 +86,7 @@ def pads_experts(settings: Any) -> bool:
 
 
 def has_experts_alone(settings: Any) -> bool:
-    """Whether no layer has a dense MLP, and one micro-batch at a time is between forward and
-    backward."""
+    """Whether each layer has experts, and one micro-batch at a time is before its backward."""
     frequency = settings.moe_layer_freq
     is_each = frequency == 1 if isinstance(frequency, int) else all(frequency)
     is_alone = settings.pipeline_model_parallel_size == 1
@@ -95,9 +94,11 @@ def has_experts_alone(settings: Any) -> bool:
 
 
 def can_fuse_grads() -> bool:
-    """Whether layers can add weight gradients to main_grad themselves: Megatron asks for apex's
-    extension. Transformer Engine before 2.15 looks for main_grad at the saved weight, which comes
-    back from saved-tensor hooks without it."""
+    """Whether layers can add weight gradients to main_grad themselves.
+
+    Megatron asks for apex's extension. Transformer Engine before 2.15 looks for main_grad at the
+    saved weight, which comes back from saved-tensor hooks without it.
+    """
     if not all(map(find_spec, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))):
         return False
     from megatron.core.utils import is_te_min_version
@@ -106,16 +107,18 @@ def can_fuse_grads() -> bool:
 
 
 def can_gather_in_fp8(settings: Any) -> bool:
-    """Whether gathers in FP8 leave every bit as it is: each weight, or each block of 128 x 128,
-    has one scale, which follows from it, and backward computes with the same codes as forward."""
+    """Whether gathers in FP8 leave every bit as it is.
+
+    Each weight, or each block of 128 x 128, has one scale, which follows from it, and backward
+    computes with the same codes as forward.
+    """
     is_exact = settings.fp8 and settings.bf16 and settings.fp8_recipe in ("tensorwise", "blockwise")
     is_tested = not (settings.te_precision_config_file or settings.use_transformer_engine_op_fuser)
     return bool(is_exact and is_tested) and not os.getenv("NVTE_BACKWARD_OVERRIDE")
 
 
 def gathers_bf16_of_mxfp8(settings: Any) -> bool:
-    """Whether stock Megatron gathers parameters in bf16, into its gradient buffer, and quantises
-    what has arrived (_ParamAndGradBuffer._post_param_sync)."""
+    """Whether stock quantises gathered bf16 (_ParamAndGradBuffer._post_param_sync)."""
     is_asked = settings.fp8_param_gather and settings.reuse_grad_buf_for_mxfp8_param_ag
     has_buffers = not (settings.use_megatron_fsdp or settings.use_torch_fsdp2)
     return bool(is_asked and settings.fp8 and settings.fp8_recipe == "mxfp8" and has_buffers)

@@ -19,7 +19,7 @@ VENDOR_CHOICES = ("auto", "npu-fusion", "flash-attn", "te", "cudnn", "sdpa")
 
 @dataclass(frozen=True)
 class PasaOptions:
-    """Options of one run's attention, as the flags ask for them."""
+    """The options of attention that the flags ask for."""
 
     mode: str = "delegate"
     vendor: str = "auto"
@@ -30,12 +30,13 @@ class PasaOptions:
 
     @classmethod
     def of(cls, args: Any) -> "PasaOptions":
-        """The options by the settings `args`."""
+        """Make the options from settings by name."""
         mask = bool(args.reset_attention_mask)
         return cls(args.pasa_mode, args.pasa_vendor, args.pasa_shift_values, mask)
 
 
 def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags of PASA attention to a parser, and return it."""
     group = parser.add_argument_group(title="pasa attention")
     group.add_argument(
         "--use-pasa-attention",
@@ -80,7 +81,7 @@ class CaptureRequest(NamedTuple):
 
     @classmethod
     def of(cls, word: str | None) -> "CaptureRequest | None":
-        """The capture that --asynchzp-capture-attention asks for; None without it."""
+        """Return the capture that --asynchzp-capture-attention asks for, None without it."""
         if word is None:
             return None
         step, _, name = word.partition(":")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a rule about one setting of Megatron is, and how rules are evaluated over settings."""
+"""Owns the form of a rule about a setting of Megatron, and the evaluation over settings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one setting of Megatron with a flag of ours."""
+    """What becomes of a setting of Megatron with a flag of ours."""
 
     setting: str  # the name of the argument, see MegatronSettings
     when: Callable[[Any], Any]  # whether the settings, before and after Megatron's validation, ask

@@ -16,8 +16,8 @@ from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD
 # What a size has that is not given.
 _DEFAULTS = {"param": NODE, "grad": NODE, "optim": WORLD}
 
-# Flags of Megatron's generalized tensor parallelism (GTP), and the tensor-parallel sizes of which
-# their values are multiples.
+# Flags of Megatron's generalized tensor parallelism (GTP). Their values are multiples of these
+# tensor-parallel sizes.
 WEIGHT_SHARDS = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
     "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
@@ -28,12 +28,12 @@ _FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def sharding_group_size(args: Namespace) -> int:
-    """Ranks over which dense parameters are sharded: data x context parallel."""
+    """Return the number of ranks that shard dense parameters: data x context parallel."""
     return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
 
 
 def node_size(args: Namespace) -> int:
-    """Ranks on this node, which torchrun gives to each of them; without it there is one node."""
+    """Return the ranks on this node, which torchrun tells each; without it there is one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size)))
 
 
@@ -59,7 +59,7 @@ def sharding_ranks_per_node(args: Namespace, on_node: int | None = None) -> int:
 
 
 def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
-    """Shard sizes, by state, that the flags of Megatron's other wrappers ask for.
+    """Return the shard sizes, by state, that the flags of Megatron's other wrappers ask for.
 
         Megatron-FSDP       param     grad      optim       instance: group / --num-distributed-
         no_shard            1         1         1           optimizer-instances ranks
@@ -100,8 +100,10 @@ def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
 
 
 def weight_shards(args: Namespace) -> dict[str, int]:
-    """Ranks over which GTP would shard each weight, by the argument that says so. Megatron refuses
-    a number that is no multiple of the tensor-parallel size."""
+    """Return over how many ranks GTP would shard each weight, by the name of the argument.
+
+    Megatron refuses a number that is no multiple of the tensor-parallel size.
+    """
     shards_of: dict[str, int] = {}
     for name, tensor in WEIGHT_SHARDS.items():
         asked = getattr(args, name, None) or 0  # megatron-core 0.18 has no such argument
@@ -127,8 +129,10 @@ def describe_translation(args: Namespace, sizes: ShardSizes, group_size: int) ->
 
 
 def held_sizes(args: Namespace, group_size: int) -> ShardSizes:
-    """How many ranks share a copy of a dense layer's states without --use-asynchzp, by the flags of
-    Megatron's own wrappers. args: as the user gave them."""
+    """Return the sizes that Megatron's own wrappers give a dense layer without --use-asynchzp.
+
+    `args` are as the user gave them.
+    """
     optim = group_size if args.use_distributed_optimizer else 1
     sizes = {"param": 1, "grad": 1, "optim": optim} | translated_sizes(args, group_size)
     if weight_shards(args) and not (args.use_megatron_fsdp or args.use_torch_fsdp2):
@@ -139,7 +143,7 @@ def held_sizes(args: Namespace, group_size: int) -> ShardSizes:
 
 
 def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:
-    """The three sizes with defaults filled in, for a sharding group of `group_size` ranks.
+    """Return the three sizes with defaults filled in, for a sharding group of `group_size` ranks.
 
     Flags of other wrappers stand in for those of ours that were not given. A default follows the
     flags that were given: it is reduced until it nests with them. A rule is a default that was
@@ -168,7 +172,7 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
 
 
 def describe_cuts(sizes: ShardSizes, group_size: int) -> list[str]:
-    """The line to log where axes of a sharding group of `group_size` ranks are cut."""
+    """Return the line to log if axes of a sharding group of `group_size` ranks are cut."""
     if not sizes.cuts:
         return []
     meshes = [
@@ -185,17 +189,17 @@ def describe_cuts(sizes: ShardSizes, group_size: int) -> list[str]:
 
 
 def ruled_states(args: Namespace) -> list[str]:
-    """The states whose size is a rule."""
+    """Return the states whose size is a rule."""
     return [s for s in STATES if getattr(args, f"asynchzp_{s}_shard_size") in (NODE, WORLD)]
 
 
 def automatic_states(args: Namespace) -> list[str]:
-    """The states whose size is auto."""
+    """Return the states whose size is auto."""
     return [state for state in STATES if getattr(args, f"asynchzp_{state}_shard_size") == AUTO]
 
 
 def _nested_default(default: int, other: int | None) -> int:
-    """`default`, or its common divisor with `other` where neither divides the other."""
+    """Return `default`, or its common divisor with `other` if neither divides the other."""
     if other is None or other < 1:
         return default
     small, large = sorted((default, other))
@@ -203,7 +207,7 @@ def _nested_default(default: int, other: int | None) -> int:
 
 
 def _explain(sizes: ShardSizes, given: dict, group_size: int, error: ConfigurationError) -> str:
-    """One line for the user: which flag to change, and to what."""
+    """Return one line for the user: which flag to change, and to which values."""
     divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]
     blamed = [state for state in STATES if given[state] is not None]
     for state in blamed:

@@ -17,7 +17,7 @@ from megatron_asynchzp.engine.comm.agreement import (
 )
 from megatron_asynchzp.mcore.patches.patch import found_version
 
-# Settings that may differ between ranks or nodes: the name of a rank, and what it only reports.
+# Settings that may differ between ranks or nodes: the name of a rank, and its reports.
 _OF_ONE_RANK = re.compile(
     r"rank|tensorboard_dir|config_logger_dir|data_cache_path"
     r"|(wandb|one_logger|profile|pytorch_profiler|flight_recorder|record|memory_snapshot)(_.*)?"
@@ -27,9 +27,9 @@ _FILES = re.compile(r"(.*_)?(load|save|dir|path|file|folder|prefix|tokenizer_mod
 
 
 def refuse_other_flags(megatron: Any) -> None:
-    """Raise ConfigurationError, on every rank, where the ranks were not started with the same
-    flags, versions and environment. The number of a rank, the folders of files and what a rank
-    reports may differ. Collective over the world.
+    """Raise ConfigurationError, on every rank, if flags, versions or environment differ.
+
+    The number of a rank, its folders and its reports may differ. Collective over the world.
     """
     flags = {
         name: _without_files(value) if _FILES.fullmatch(name) else text_of(value)
@@ -55,7 +55,7 @@ def check_ranks_agree(settings: dict[str, str]) -> None:
 
 
 def _spelt(name: str) -> str:
-    """The flag that sets the argument `name`; the name itself for a framework without flags."""
+    """Return the flag of the argument `name`; the name itself for a framework without flags."""
     if "megatron.training.arguments" not in sys.modules:
         return name
     from megatron.training.arguments import add_megatron_arguments
@@ -67,7 +67,7 @@ def _spelt(name: str) -> str:
 
 
 def _without_files(value: object) -> str:
-    """The text of `value` in which PATH stands for each path; weights of datasets stay."""
+    """Return the text of `value` in which PATH stands for each path; weights of datasets stay."""
     if isinstance(value, (list, tuple)):
         return text_of([word if _is_number(word) else PATH for word in value])
     return PATH if isinstance(value, str) else text_of(value)

@@ -49,10 +49,7 @@ _MAMBA_HEADS_OF = 2  # Megatron's expansion: heads x head_dim are twice the hidd
 
 
 def plan_of(args: Namespace, setting: RunShape, run: RunSettings | None = None) -> Plan:
-    """Return the plan that the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
-
-    args: validated. setting, run: theirs.
-    """
+    """Return the plan of validated arguments, with (1, 1, 1) for sizes that are not numbers yet."""
     run = run or RunSettings.of_arguments(args)
     return Plan(
         run.sizes,
@@ -78,8 +75,7 @@ def _seated_kinds(args: Namespace) -> tuple[str, ...]:
 def costing_of(
     args: Namespace, setting: RunShape | None = None, run: RunSettings | None = None
 ) -> Costing:
-    """The bytes and the order of the run that the flags ask for: neither depends on a cluster's
-    speeds, which are any."""
+    """Return the bytes and the order of the run, which depend on no cluster's speeds."""
     setting = setting or setting_of(args)
     cluster = Cluster("any", args.world_size, 1, Device(1.0, 1.0), Link(1.0), Link(1.0))
     return Costing(setting.model, plan_of(args, setting, run), cluster, setting.kernels)
@@ -109,7 +105,7 @@ def faults_of_layers(args: Any) -> Iterator[str]:
     try:
         model, parallel = model_of(args), parallel_of(args)
     except ConfigurationError:
-        return  # a layer of which the planner has no formula
+        return  # a layer without a formula in the planner
     for name, size, other, by in undivided(model, parallel, args.seq_length):
         yield f"--{name} {size} is not a multiple of --{other} {by}"
     if args.multi_latent_attention and args.transformer_impl == "local":
@@ -135,8 +131,7 @@ def faults_of_layers(args: Any) -> Iterator[str]:
 def space_of(
     args: Namespace, cluster: Cluster, setting: RunShape | None = None, **free: Any
 ) -> Space:
-    """All shard sizes of a run on `cluster`, and nothing else but what `free` lets vary (fields of
-    Space)."""
+    """Return the space of all shard sizes on `cluster`; fields of Space in `free` vary too."""
     setting = setting or setting_of(args)
     start = plan_of(args, setting)
     parallel, batch = setting.parallel, setting.batch
@@ -151,7 +146,7 @@ def space_of(
 
 
 def find(space: Space, *progress: Any) -> Outcome:
-    """Search for plans. Raises ConfigurationError, one line, where no plan can run."""
+    """Search for plans. Raises ConfigurationError, one line, if no plan can run."""
     with naming_the_flag():
         outcome = search(space, *progress)
     if outcome.num_plans == 0:
@@ -164,7 +159,7 @@ def find(space: Space, *progress: Any) -> Outcome:
 
 @contextmanager
 def naming_the_flag() -> Iterator[None]:
-    """Around what raises ConfigurationError for too little memory in flight."""
+    """Name the flag in a ConfigurationError about too little memory in flight."""
     try:
         yield
     except ConfigurationError as error:
@@ -172,11 +167,10 @@ def naming_the_flag() -> Iterator[None]:
 
 
 def choose_sizes(args: Namespace) -> list[str]:
-    """Write the best sizes into `args` where one is auto; the lines to log. Sizes that were given
-    as numbers stay, the others are chosen together.
+    """Write the best sizes into validated `args` if one is auto; return the lines to log.
 
-    args: validated by Megatron. Raises ConfigurationError, one line, for a cluster that is not the
-    run's and for a model that does not fit.
+    Sizes that were given as numbers stay, the others are chosen together. Raises
+    ConfigurationError, one line, for a cluster that is not the run's or a model that does not fit.
     """
     if not automatic_states(args):
         return []
@@ -216,8 +210,7 @@ def _cluster(args: Namespace) -> Cluster:
 
 
 def _with_vocabulary(args: Namespace) -> Namespace:
-    """Add the padded size of the vocabulary that the run will have. Megatron finds it when it
-    builds its tokenizer, which is after this."""
+    """Add the padded size of the vocabulary, which Megatron finds when it builds its tokenizer."""
     if args.padded_vocab_size is not None:
         return args
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -231,15 +224,14 @@ def _with_vocabulary(args: Namespace) -> Namespace:
 
 
 def setting_of(args: Namespace) -> RunShape:
-    """Model, parallel sizes, batch, kernels and recomputation of one command line. Raises
-    ConfigurationError, one line, for a layer of which the planner has no formula."""
+    """Return the shape of a run. Raises ConfigurationError for a layer without a formula."""
     return RunShape(
         model_of(args), parallel_of(args), batch_of(args), kernels_of(args), recompute_of(args)
     )
 
 
 def model_of(args: Namespace) -> Model:
-    """args: after Megatron's validation, with padded_vocab_size."""
+    """Return the model of validated arguments with padded_vocab_size."""
     layers = _layers(args)
     number = args.mtp_num_layers or 0
     return Model(
@@ -261,8 +253,7 @@ def model_of(args: Namespace) -> Model:
 
 
 def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
-    """Adapters that the flags describe: a model's script adds them, after its arguments are known.
-    Raises ConfigurationError for layers that the planner counts no adapters of."""
+    """Return the adapters that a model's script adds later, or refuse layers of other kinds."""
     if args.asynchzp_adapter_rank is None:
         return None
     if args.mtp_num_layers or not all(
@@ -278,8 +269,7 @@ def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
 def refuse_other_adapters(
     args: Namespace, run: RunSettings, stage: int, trained_numel: int
 ) -> None:
-    """Raise ConfigurationError where a rank of pipeline stage `stage` trains other parameters than
-    --asynchzp-adapter-rank lets the planner count."""
+    """Refuse a rank that trains other parameters than --asynchzp-adapter-rank stands for."""
     if run.config.adapter_rank is None:
         return
     units = costing_of(args, run=run).units[stage]
@@ -306,7 +296,7 @@ def _layers(args: Namespace) -> tuple[Layer, ...]:
 
 
 def _hybrid_layers(args: Namespace, pattern: str) -> tuple[Layer, ...]:
-    """One character a layer, as in --hybrid-layer-pattern; "|" parts pipeline stages."""
+    """Return a layer for each character, as in --hybrid-layer-pattern; "|" parts stages."""
     made = {
         "M": lambda: Layer(_mamba(args), None),
         "*": lambda: Layer(_attention(args), None),
@@ -324,7 +314,7 @@ def _hybrid_layers(args: Namespace, pattern: str) -> tuple[Layer, ...]:
 
 
 def _predictions(args: Namespace, layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:
-    """Multi-token prediction repeats the last layer of a GPT; a hybrid model names its own."""
+    """Return the layers of multi-token prediction: a GPT's last, or those a hybrid model names."""
     if not number:
         return ()
     if args.hybrid_layer_pattern is None:
@@ -378,6 +368,7 @@ def _experts(args: Namespace) -> Experts:
 
 
 def parallel_of(args: Namespace) -> Parallel:
+    """Return the parallel sizes of validated arguments."""
     return Parallel(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
@@ -391,7 +382,7 @@ def parallel_of(args: Namespace) -> Parallel:
 
 
 def _stage_layers(args: Namespace) -> tuple[int, ...] | None:
-    """Layers of each model chunk, where they are not equal shares."""
+    """Return the layers of each model chunk, None for equal shares."""
     stages = args.pipeline_model_parallel_size
     parts = stages * (args.virtual_pipeline_model_parallel_size or 1)
     if args.hybrid_layer_pattern and "|" in args.hybrid_layer_pattern:
@@ -421,8 +412,7 @@ def _stage_layers(args: Namespace) -> tuple[int, ...] | None:
 
 
 def _laid_out(layout: str) -> tuple[int, ...]:
-    """Decoder layers of each chunk. Raises ConfigurationError for predictions of further tokens
-    that are not where the planner has them."""
+    """Return the decoder layers of each chunk; refuse multi-token prediction before the last."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -436,13 +426,14 @@ def _laid_out(layout: str) -> tuple[int, ...]:
 
 
 def batch_of(args: Namespace) -> Batch:
+    """Return the batch of validated arguments."""
     replicas = args.data_parallel_size * args.micro_batch_size
     number = max(1, (args.global_batch_size or replicas) // replicas)
     return Batch(args.micro_batch_size, args.seq_length, number)
 
 
 def kernels_of(args: Namespace) -> Kernels:
-    """Local layers keep what torch keeps; those of Transformer Engine are fused."""
+    """Return the kernels: local layers keep what torch keeps, those of TE are fused."""
     is_fused = args.transformer_impl != "local"
     backend = getattr(args.attention_backend, "name", args.attention_backend)
     core = "scores" if backend == "unfused" else "flash"
@@ -463,7 +454,7 @@ def kernels_of(args: Namespace) -> Kernels:
 
 
 def _kept_quantised(args: Namespace) -> Literal["none", "experts", "all"]:
-    """Say which quantised weights stay, as low_precision.kept_nbytes has it of TE's layers."""
+    """Return which quantised weights stay, as low_precision.kept_nbytes counts them."""
     if not args.fp8 and not args.fp4:
         return "none"
     if args.fp8 and args.fp8_recipe == "delayed":
@@ -472,6 +463,7 @@ def _kept_quantised(args: Namespace) -> Literal["none", "experts", "all"]:
 
 
 def recompute_of(args: Namespace) -> Recompute:
+    """Return the recomputation of validated arguments."""
     if args.recompute_granularity is None:
         return Recompute()
     return Recompute(

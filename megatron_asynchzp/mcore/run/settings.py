@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the settings of a run resolve to, as the model, its communicators, its optimizer and
-its checkpoints need it: the user's choices, and what Megatron's settings say. Made once a process.
-"""
+"""Owns the settings of a run: the user's choices joined with Megatron's, once in each process."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -30,7 +28,7 @@ _MUONS = ("muon", "dist_muon")
 
 
 class MomentDtypes(NamedTuple):
-    """In what the two moments of Adam are stored."""
+    """The dtypes in which Adam's two moments are stored."""
 
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32
@@ -42,7 +40,7 @@ class MomentDtypes(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run with AsyncHZP is, made once a process by a producer: argparse, or another."""
+    """The settings of a run with AsyncHZP, made once in a process, from argparse or otherwise."""
 
     sizes: ShardSizes  # of the dense sharding group; experts use their gcd with their own group
     config: AsyncHZPConfig = AsyncHZPConfig()
@@ -65,8 +63,10 @@ class RunSettings:
     def of(cls, config: AsyncHZPConfig, megatron: Any, sizes: ShardSizes) -> "RunSettings":
         """Join the user's choices with Megatron's settings.
 
-        megatron: settings by the names of Megatron's arguments, after its own validation.
-        sizes: what the sizes of `config` resolve to.
+        Args:
+            config: The user's choices.
+            megatron: Settings by the names of Megatron's arguments, after its own validation.
+            sizes: The resolved sizes of `config`.
         """
         main_grad_dtype = _DTYPES[getattr(megatron, "asynchzp_main_grads_dtype", "fp32")]
         return cls(
@@ -90,8 +90,10 @@ class RunSettings:
 
     @classmethod
     def of_arguments(cls, args: Namespace) -> "RunSettings":
-        """args: validated, with the shard sizes that prepare_args resolved, or a plan of stock
-        Megatron, which has (1, 1, 1)."""
+        """Make the settings of validated arguments, whose shard sizes prepare_args resolved.
+
+        A plan of stock Megatron has (1, 1, 1).
+        """
         config = config_of(args)
         given = config.shard_sizes.values()
         param, grad, optim = (1 if size in (None, AUTO) else int(size) for size in given)
@@ -101,7 +103,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Run:
-    """What this process trains with, since Megatron has validated its arguments."""
+    """The settings of this process, known since Megatron has validated its arguments."""
 
     megatron: Any  # Megatron's settings by name: they change while it trains (curr_iteration)
     settings: RunSettings | None  # None without --use-asynchzp
@@ -114,7 +116,7 @@ class Run:
 
     @classmethod
     def begin(cls, args: Namespace) -> None:
-        """Make the run of validated arguments the one of this process."""
+        """Make the run of validated arguments the run of this process."""
         is_ours = getattr(args, "use_asynchzp", False)
         has_attention = getattr(args, "use_pasa_attention", False)
         Run._current = cls(
@@ -149,29 +151,29 @@ class Run:
 
     @classmethod
     def current(cls) -> "Run | None":
-        """The run of this process; None before Megatron has validated its arguments."""
+        """Return the run of this process, None before Megatron has validated its arguments."""
         return Run._current
 
     @classmethod
     def current_settings(cls) -> RunSettings | None:
-        """The settings of this process; None without --use-asynchzp."""
+        """Return the settings of this process, None without --use-asynchzp."""
         return None if Run._current is None else Run._current.settings
 
 
 def run_args() -> Any:
-    """Megatron's settings by name where this process runs with --use-asynchzp; else None."""
+    """Return Megatron's settings by name, None without --use-asynchzp."""
     run = Run.current()
     return None if run is None or run.settings is None else run.megatron
 
 
 def _grad_dtype(megatron: Any, main_grad_dtype: torch.dtype) -> torch.dtype:
-    """As in stock Megatron --grad-reduce-in-bf16 is for bf16 models, and main gradients in bf16
-    travel as they are."""
+    """Return bf16 for main gradients in bf16, and by --grad-reduce-in-bf16 for models in bf16."""
     is_shorter = megatron.grad_reduce_in_bf16 or main_grad_dtype != torch.float32
     return torch.bfloat16 if megatron.bf16 and is_shorter else torch.float32
 
 
 def moments_of(megatron: Any) -> MomentDtypes:
+    """Return the dtypes of Adam's moments, before and after the flags are translated."""
     words = getattr(megatron, "asynchzp_moment_dtypes", None)
     if words is None:  # stock Megatron
         return MomentDtypes(megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype)
@@ -179,7 +181,7 @@ def moments_of(megatron: Any) -> MomentDtypes:
 
 
 def moment_nbytes_of(megatron: Any) -> MomentBytes:
-    """Size the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
+    """Return the bytes of the optimizer's states, with --use-asynchzp or without."""
     if megatron.optimizer == "sgd":
         return MomentBytes(FP32_NBYTES if megatron.sgd_momentum else 0)
     nbytes = sum(dtype.itemsize for dtype in moments_of(megatron))
@@ -187,7 +189,7 @@ def moment_nbytes_of(megatron: Any) -> MomentBytes:
 
 
 def trace_of(config: AsyncHZPConfig, megatron: Any) -> TraceRequest | None:
-    """The trace that this rank writes. Raises ConfigurationError for a path that cannot be."""
+    """Return the trace of this rank. Raises ConfigurationError for a path that cannot be."""
     if config.trace is None or (stage := _stage_led(megatron)) is None:
         return None
     config.check_trace()
@@ -198,7 +200,7 @@ def trace_of(config: AsyncHZPConfig, megatron: Any) -> TraceRequest | None:
 
 
 def _stage_led(megatron: Any) -> int | None:
-    """The pipeline stage whose first rank this is; None for every other rank."""
+    """Return the pipeline stage whose first rank this is, None for every other rank."""
     stages = megatron.pipeline_model_parallel_size
     ranks = megatron.world_size // stages
     if megatron.use_tp_pp_dp_mapping:
@@ -208,14 +210,13 @@ def _stage_led(megatron: Any) -> int | None:
 
 
 def _number_of_step(megatron: Any) -> int | None:
-    """Megatron counts the steps that are done, and only its training loop does."""
+    """Return the number of the step, None outside Megatron's training loop, which counts."""
     done = getattr(megatron, "curr_iteration", None)
     return None if done is None else done + 1
 
 
 def _timeout(megatron: Any) -> timedelta:
-    """A device's library ends the process and names no unit, so the engine's own limit comes
-    before it. On a CPU it is gloo that ends a wait."""
+    """Return a limit after the engine's own: a device's library ends the process, names no unit."""
     limit = timedelta(minutes=megatron.distributed_timeout_minutes)
     is_on_cpu = torch.accelerator.current_accelerator() is None
     return limit if is_on_cpu else limit + _LIBRARY_WAITS_LONGER
