@@ -4,7 +4,6 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest import mock
@@ -14,10 +13,10 @@ from megatron_asynchzp.commands.recipes import without_flag
 from megatron_asynchzp.commands.stages import held_nbytes
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import check_command_line
+from megatron_asynchzp.mcore.flags.config import AsyncHZPConfig
 from megatron_asynchzp.mcore.flags.rule_table import RULES
 from megatron_asynchzp.mcore.flags.rules import OURS, Refused, Rule
 from megatron_asynchzp.mcore.flags.shard_sizes import (
-    STATES,
     held_sizes,
     resolve_shard_sizes,
     sharding_group_size,
@@ -182,9 +181,7 @@ def shardings(
     on_node = sharding_ranks_per_node(args, per_node)
     costing = planned.costing_of(args, setting)
     costing = replace(costing, cluster=cluster or costing.cluster)
-    plain = copy(args)
-    vars(plain).update({f"asynchzp_{state}_shard_size": None for state in STATES})
-    default = resolve_shard_sizes(plain, group, on_node)
+    default = resolve_shard_sizes(AsyncHZPConfig(), args, group, on_node)
     becomes = RunSettings.of_arguments(args).sizes
     rows = [("yours", held_sizes(given, group)), (OURS, becomes)]
     if replace(default, cuts=()) != replace(becomes, cuts=()):

@@ -17,18 +17,16 @@ from megatron_asynchzp.checkpoint_files.other_format import (
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError, raise_first, require
 from megatron_asynchzp.mcore.flags.arguments import config_of
-from megatron_asynchzp.mcore.flags.config import STATES
+from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD
 from megatron_asynchzp.mcore.flags.rule_table import (
     change_settings,
     refuse_changes,
     refuse_unsupported,
 )
 from megatron_asynchzp.mcore.flags.shard_sizes import (
-    automatic_states,
     describe_cuts,
     describe_translation,
     resolve_shard_sizes,
-    ruled_states,
     sharding_group_size,
     sharding_ranks_per_node,
 )
@@ -41,14 +39,15 @@ def prepare_args(args: Namespace) -> list[str]:
     Megatron's validation. Raises ConfigurationError, one line, for a run that cannot start.
     """
     refuse_unsupported(args)
-    config_of(args).check_cluster()
+    config = config_of(args)
+    config.check_cluster()
     sizes, group_size = check_sizes(args), sharding_group_size(args)
     for faults in (faults_of_dtypes, faults_of_files, faults_of_saves, faults_of_muon):
         raise_first(faults(args))
     lines = describe_translation(args, sizes, group_size)
-    is_chosen_later = bool(automatic_states(args))
+    is_chosen_later = bool(config.states_of_size(AUTO))
     lines += [] if is_chosen_later else describe_cuts(sizes, group_size)
-    for state in ruled_states(args) if is_chosen_later else STATES:
+    for state in config.states_of_size(NODE, WORLD) if is_chosen_later else STATES:
         setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return lines + change_settings(args)
 
@@ -81,7 +80,7 @@ def check_sizes(args: Namespace, ranks_per_node: int | None = None) -> ShardSize
     """
     raise_first(faults_of_sizes(args))
     on_node = sharding_ranks_per_node(args, ranks_per_node)
-    return resolve_shard_sizes(args, sharding_group_size(args), on_node)
+    return resolve_shard_sizes(config_of(args), args, sharding_group_size(args), on_node)
 
 
 def faults_of_sizes(args: Namespace) -> Iterator[str]:

@@ -3,15 +3,15 @@
 """The three shard sizes: their defaults, and the line for sizes that do not nest."""
 
 import os
-from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import gcd
+from typing import Any
 
 from megatron_asynchzp.engine.sharding.topology import LONGEST_AXIS, ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD
+from megatron_asynchzp.mcore.flags.config import AUTO, NODE, STATES, WORLD, AsyncHZPConfig
 
 # What a size has that is not given.
 _DEFAULTS = {"param": NODE, "grad": NODE, "optim": WORLD}
@@ -27,17 +27,17 @@ WEIGHT_SHARDS = {
 _FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def sharding_group_size(args: Namespace) -> int:
+def sharding_group_size(args: Any) -> int:
     """Return the number of ranks that shard dense parameters: data x context parallel."""
     return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
 
 
-def node_size(args: Namespace) -> int:
+def node_size(args: Any) -> int:
     """Return the ranks on this node, which torchrun tells each; without it there is one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size)))
 
 
-def sharding_ranks_per_node(args: Namespace, on_node: int | None = None) -> int:
+def sharding_ranks_per_node(args: Any, on_node: int | None = None) -> int:
     """Return how many ranks of a sharding group a node holds, reduced to a divisor of the group.
 
     Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping.
@@ -58,7 +58,7 @@ def sharding_ranks_per_node(args: Namespace, on_node: int | None = None) -> int:
     return gcd(sum(rank < on_node for rank in ranks), group_size)
 
 
-def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
+def translated_sizes(args: Any, group_size: int) -> dict[str, int]:
     """Return the shard sizes, by state, that the flags of Megatron's other wrappers ask for.
 
         Megatron-FSDP       param     grad      optim       instance: group / --num-distributed-
@@ -99,7 +99,7 @@ def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
     return sizes | {"optim": group_size} if is_outer_sharded else sizes
 
 
-def weight_shards(args: Namespace) -> dict[str, int]:
+def weight_shards(args: Any) -> dict[str, int]:
     """Return over how many ranks GTP would shard each weight, by the name of the argument.
 
     Megatron refuses a number that is no multiple of the tensor-parallel size.
@@ -113,11 +113,11 @@ def weight_shards(args: Namespace) -> dict[str, int]:
     return shards_of
 
 
-def _given(args: Namespace, name: str) -> str:
+def _given(args: Any, name: str) -> str:
     return f"--{name.replace('_', '-')} {getattr(args, name)}"
 
 
-def describe_translation(args: Namespace, sizes: ShardSizes, group_size: int) -> list[str]:
+def describe_translation(args: Any, sizes: ShardSizes, group_size: int) -> list[str]:
     """Return the line to log if flags of another wrapper have become `sizes`."""
     if not translated_sizes(args, group_size):
         return []
@@ -128,7 +128,7 @@ def describe_translation(args: Namespace, sizes: ShardSizes, group_size: int) ->
     return [line]
 
 
-def held_sizes(args: Namespace, group_size: int) -> ShardSizes:
+def held_sizes(args: Any, group_size: int) -> ShardSizes:
     """Return the sizes that Megatron's own wrappers give a dense layer without --use-asynchzp.
 
     `args` are as the user gave them.
@@ -142,7 +142,9 @@ def held_sizes(args: Namespace, group_size: int) -> ShardSizes:
     return ShardSizes(sizes["param"], sizes["grad"], sizes["optim"])
 
 
-def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:
+def resolve_shard_sizes(
+    config: AsyncHZPConfig, megatron: Any, group_size: int, ranks_per_node: int
+) -> ShardSizes:
     """Return the three sizes with defaults filled in, for a sharding group of `group_size` ranks.
 
     Flags of other wrappers stand in for those of ours that were not given. A default follows the
@@ -153,10 +155,9 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     Raises ConfigurationError, one line, naming the flag and the values that are valid for it.
     """
     given: dict[str, int | None] = dict.fromkeys(STATES)
-    given |= translated_sizes(args, group_size)
-    own = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
+    given |= translated_sizes(megatron, group_size)
     number = {NODE: gcd(ranks_per_node, group_size), WORLD: group_size}
-    for state, size in own.items():
+    for state, size in config.shard_sizes.items():
         if size not in (None, AUTO):
             given[state] = None if size == _DEFAULTS[state] else number.get(size, size)
     optim = group_size if given["optim"] is None else given["optim"]
@@ -186,16 +187,6 @@ def describe_cuts(sizes: ShardSizes, group_size: int) -> list[str]:
         f"{LONGEST_AXIS} are cut, so that what is sent along all of them waits for {hops} hops "
         f"in place of {hops_uncut}"
     ]
-
-
-def ruled_states(args: Namespace) -> list[str]:
-    """Return the states whose size is a rule."""
-    return [s for s in STATES if getattr(args, f"asynchzp_{s}_shard_size") in (NODE, WORLD)]
-
-
-def automatic_states(args: Namespace) -> list[str]:
-    """Return the states whose size is auto."""
-    return [state for state in STATES if getattr(args, f"asynchzp_{state}_shard_size") == AUTO]
 
 
 def _nested_default(default: int, other: int | None) -> int:

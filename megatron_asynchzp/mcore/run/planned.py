@@ -12,9 +12,10 @@ from copy import copy
 from typing import Any, Literal
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.arguments import config_of
 from megatron_asynchzp.mcore.flags.config import AUTO, STATES
 from megatron_asynchzp.mcore.flags.megatron_settings import captures, captures_layers
-from megatron_asynchzp.mcore.flags.shard_sizes import automatic_states, describe_cuts, node_size
+from megatron_asynchzp.mcore.flags.shard_sizes import describe_cuts, node_size
 from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.planner.activations import (
     FP4_COPIES_NBYTES,
@@ -48,7 +49,7 @@ _MAMBA_HEADS_OF = 2  # Megatron's expansion: heads x head_dim are twice the hidd
 # ---- a run as it is
 
 
-def plan_of(args: Namespace, setting: RunShape, run: RunSettings | None = None) -> Plan:
+def plan_of(args: Any, setting: RunShape, run: RunSettings | None = None) -> Plan:
     """Return the plan of validated arguments, with (1, 1, 1) for sizes that are not numbers yet."""
     run = run or RunSettings.of_arguments(args)
     return Plan(
@@ -67,13 +68,13 @@ def plan_of(args: Namespace, setting: RunShape, run: RunSettings | None = None) 
     )
 
 
-def _seated_kinds(args: Namespace) -> tuple[str, ...]:
+def _seated_kinds(args: Any) -> tuple[str, ...]:
     kinds = ("layer", "experts") if captures(args, "moe") else ("layer",)
     return kinds if captures_layers(args) else ()
 
 
 def costing_of(
-    args: Namespace, setting: RunShape | None = None, run: RunSettings | None = None
+    args: Any, setting: RunShape | None = None, run: RunSettings | None = None
 ) -> Costing:
     """Return the bytes and the order of the run, which depend on no cluster's speeds."""
     setting = setting or setting_of(args)
@@ -128,9 +129,7 @@ def faults_of_layers(args: Any) -> Iterator[str]:
 # ---- what may be chosen
 
 
-def space_of(
-    args: Namespace, cluster: Cluster, setting: RunShape | None = None, **free: Any
-) -> Space:
+def space_of(args: Any, cluster: Cluster, setting: RunShape | None = None, **free: Any) -> Space:
     """Return the space of all shard sizes on `cluster`; fields of Space in `free` vary too."""
     setting = setting or setting_of(args)
     start = plan_of(args, setting)
@@ -172,16 +171,16 @@ def choose_sizes(args: Namespace) -> list[str]:
     Sizes that were given as numbers stay, the others are chosen together. Raises
     ConfigurationError, one line, for a cluster that is not the run's or a model that does not fit.
     """
-    if not automatic_states(args):
+    config = config_of(args)
+    if not (automatic := config.states_of_size(AUTO)):
         return []
     cluster = _cluster(args)
-    given = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
-    kept = {state: size for state, size in given.items() if size is not None and size != AUTO}
+    kept = {s: size for s, size in config.shard_sizes.items() if size not in (None, AUTO)}
     outcome = find(space_of(_with_vocabulary(args), cluster, kept_sizes=kept))
     best = outcome.best
     if best is None:
         raise ConfigurationError(
-            f"--asynchzp-{automatic_states(args)[0]}-shard-size auto: none of "
+            f"--asynchzp-{automatic[0]}-shard-size auto: none of "
             f"{outcome.num_plans} plans fits into the {cluster.device.memory_gib:g} GiB less "
             f"{cluster.device.reserved_gib:g} of --asynchzp-cluster {args.asynchzp_cluster}; start "
             "more ranks, or give other numbers"
@@ -199,7 +198,7 @@ def choose_sizes(args: Namespace) -> list[str]:
     ]
 
 
-def _cluster(args: Namespace) -> Cluster:
+def _cluster(args: Any) -> Cluster:
     cluster = load_cluster(args.asynchzp_cluster).with_ranks(args.world_size)
     if cluster.ranks_per_node != node_size(args):
         raise ConfigurationError(
@@ -223,14 +222,14 @@ def _with_vocabulary(args: Namespace) -> Namespace:
 # ---- a model
 
 
-def setting_of(args: Namespace) -> RunShape:
+def setting_of(args: Any) -> RunShape:
     """Return the shape of a run. Raises ConfigurationError for a layer without a formula."""
     return RunShape(
         model_of(args), parallel_of(args), batch_of(args), kernels_of(args), recompute_of(args)
     )
 
 
-def model_of(args: Namespace) -> Model:
+def model_of(args: Any) -> Model:
     """Return the model of validated arguments with padded_vocab_size."""
     layers = _layers(args)
     number = args.mtp_num_layers or 0
@@ -252,7 +251,7 @@ def model_of(args: Namespace) -> Model:
     )
 
 
-def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
+def _adapters(args: Any, layers: Sequence[Layer]) -> Adapters | None:
     """Return the adapters that a model's script adds later, or refuse layers of other kinds."""
     if args.asynchzp_adapter_rank is None:
         return None
@@ -266,9 +265,7 @@ def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
     return Adapters(args.asynchzp_adapter_rank, frozenset(args.asynchzp_adapter_layers))
 
 
-def refuse_other_adapters(
-    args: Namespace, run: RunSettings, stage: int, trained_numel: int
-) -> None:
+def refuse_other_adapters(args: Any, run: RunSettings, stage: int, trained_numel: int) -> None:
     """Refuse a rank that trains other parameters than --asynchzp-adapter-rank stands for."""
     if run.config.adapter_rank is None:
         return
@@ -282,7 +279,7 @@ def refuse_other_adapters(
         )
 
 
-def _layers(args: Namespace) -> tuple[Layer, ...]:
+def _layers(args: Any) -> tuple[Layer, ...]:
     if args.hybrid_layer_pattern is not None:
         return _hybrid_layers(args, args.hybrid_layer_pattern.split("/")[0])
     mixer = _latent(args) if args.multi_latent_attention else _attention(args)
@@ -295,7 +292,7 @@ def _layers(args: Namespace) -> tuple[Layer, ...]:
     return tuple(Layer(mixer, _experts(args) if one else _mlp(args)) for one in pattern)
 
 
-def _hybrid_layers(args: Namespace, pattern: str) -> tuple[Layer, ...]:
+def _hybrid_layers(args: Any, pattern: str) -> tuple[Layer, ...]:
     """Return a layer for each character, as in --hybrid-layer-pattern; "|" parts stages."""
     made = {
         "M": lambda: Layer(_mamba(args), None),
@@ -313,7 +310,7 @@ def _hybrid_layers(args: Namespace, pattern: str) -> tuple[Layer, ...]:
     return tuple(made[letter]() for letter in letters)
 
 
-def _predictions(args: Namespace, layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:
+def _predictions(args: Any, layers: tuple[Layer, ...], number: int) -> tuple[Layer, ...]:
     """Return the layers of multi-token prediction: a GPT's last, or those a hybrid model names."""
     if not number:
         return ()
@@ -323,7 +320,7 @@ def _predictions(args: Namespace, layers: tuple[Layer, ...], number: int) -> tup
     return _hybrid_layers(args, own) * number
 
 
-def _attention(args: Namespace) -> Attention:
+def _attention(args: Any) -> Attention:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return Attention(
         args.num_attention_heads,
@@ -334,7 +331,7 @@ def _attention(args: Namespace) -> Attention:
     )
 
 
-def _latent(args: Namespace) -> LatentAttention:
+def _latent(args: Any) -> LatentAttention:
     return LatentAttention(
         args.num_attention_heads,
         args.q_lora_rank or 0,
@@ -346,16 +343,16 @@ def _latent(args: Namespace) -> LatentAttention:
     )
 
 
-def _mamba(args: Namespace) -> Mamba:
+def _mamba(args: Any) -> Mamba:
     heads = args.mamba_num_heads or _MAMBA_HEADS_OF * args.hidden_size // args.mamba_head_dim
     return Mamba(heads, args.mamba_head_dim, args.mamba_num_groups, args.mamba_state_dim)
 
 
-def _mlp(args: Namespace) -> Mlp:
+def _mlp(args: Any) -> Mlp:
     return Mlp(args.ffn_hidden_size, bool(args.swiglu))
 
 
-def _experts(args: Namespace) -> Experts:
+def _experts(args: Any) -> Experts:
     return Experts(
         args.num_experts,
         args.moe_router_topk,
@@ -367,7 +364,7 @@ def _experts(args: Namespace) -> Experts:
     )
 
 
-def parallel_of(args: Namespace) -> Parallel:
+def parallel_of(args: Any) -> Parallel:
     """Return the parallel sizes of validated arguments."""
     return Parallel(
         tp=args.tensor_model_parallel_size,
@@ -381,7 +378,7 @@ def parallel_of(args: Namespace) -> Parallel:
     )
 
 
-def _stage_layers(args: Namespace) -> tuple[int, ...] | None:
+def _stage_layers(args: Any) -> tuple[int, ...] | None:
     """Return the layers of each model chunk, None for equal shares."""
     stages = args.pipeline_model_parallel_size
     parts = stages * (args.virtual_pipeline_model_parallel_size or 1)
@@ -425,14 +422,14 @@ def _laid_out(layout: str) -> tuple[int, ...]:
     return tuple(chunk.count(LayerType.decoder) for chunk in chunks)
 
 
-def batch_of(args: Namespace) -> Batch:
+def batch_of(args: Any) -> Batch:
     """Return the batch of validated arguments."""
     replicas = args.data_parallel_size * args.micro_batch_size
     number = max(1, (args.global_batch_size or replicas) // replicas)
     return Batch(args.micro_batch_size, args.seq_length, number)
 
 
-def kernels_of(args: Namespace) -> Kernels:
+def kernels_of(args: Any) -> Kernels:
     """Return the kernels: local layers keep what torch keeps, those of TE are fused."""
     is_fused = args.transformer_impl != "local"
     backend = getattr(args.attention_backend, "name", args.attention_backend)
@@ -453,7 +450,7 @@ def kernels_of(args: Namespace) -> Kernels:
     )
 
 
-def _kept_quantised(args: Namespace) -> Literal["none", "experts", "all"]:
+def _kept_quantised(args: Any) -> Literal["none", "experts", "all"]:
     """Return which quantised weights stay, as low_precision.kept_nbytes counts them."""
     if not args.fp8 and not args.fp4:
         return "none"
@@ -462,7 +459,7 @@ def _kept_quantised(args: Namespace) -> Literal["none", "experts", "all"]:
     return "experts" if args.num_experts and args.moe_grouped_gemm else "none"
 
 
-def recompute_of(args: Namespace) -> Recompute:
+def recompute_of(args: Any) -> Recompute:
     """Return the recomputation of validated arguments."""
     if args.recompute_granularity is None:
         return Recompute()

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.arguments import config_of
 from megatron_asynchzp.mcore.flags.checks import prepare_args
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -46,7 +47,9 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
 def test_defaults_follow_the_node_and_the_flags_that_were_given(
     parse, line, group_size, ranks_per_node, expected
 ):
-    assert resolve_shard_sizes(parse(line), group_size, ranks_per_node) == ShardSizes(*expected)
+    args = parse(line)
+    sizes = resolve_shard_sizes(config_of(args), args, group_size, ranks_per_node)
+    assert sizes == ShardSizes(*expected)
 
 
 def test_long_axes_of_a_large_world_are_cut_and_the_start_says_so_in_one_line(parse, monkeypatch):
@@ -54,7 +57,7 @@ def test_long_axes_of_a_large_world_are_cut_and_the_start_says_so_in_one_line(pa
     for size in (512, 16384):
         args = parse("--global-batch-size 16384", world_size=size)
         lines = [one for one in prepare_args(args) if "axes of" in one]
-        sizes = resolve_shard_sizes(args, size, 8)
+        sizes = resolve_shard_sizes(config_of(args), args, size, 8)
         assert sizes == ShardSizes(8, 8, size, (512,) if size > 512 else ())
         assert len(lines) == (size > 512)
     assert "8 x 64 x 32 ranks" in lines[0] and "101 hops in place of 2054" in lines[0]
@@ -172,7 +175,7 @@ def test_every_pair_of_rules_fits_every_group_or_shards_parameters_more_than_the
             vars(args).update({f"asynchzp_{s}_shard_size": r for s, r in zip(STATES, rules)})
             is_fit = rules[2] != "node" or "world" not in rules[:2]
             try:
-                resolve_shard_sizes(args, group_size, on_node).check(group_size)
+                resolve_shard_sizes(config_of(args), args, group_size, on_node).check(group_size)
             except ConfigurationError:
                 assert not is_fit, (rules, group_size, on_node)
 
@@ -187,7 +190,7 @@ def test_sizes_are_taken_or_refused_in_one_line_with_the_values_that_nest(parse)
 
     def resolve(sizes: dict[str, int]) -> ShardSizes:
         vars(args).update({f"asynchzp_{state}_shard_size": sizes[state] for state in sizes})
-        return resolve_shard_sizes(args, 12, 4)
+        return resolve_shard_sizes(config_of(args), args, 12, 4)
 
     for numbers in product(range(1, 14), repeat=3):
         sizes = dict(zip(STATES, numbers, strict=True))
@@ -209,7 +212,7 @@ def test_sizes_are_taken_or_refused_in_one_line_with_the_values_that_nest(parse)
 def test_the_defaults_fit_every_group(parse):
     args = parse()
     for group_size, ranks_per_node in product(range(1, 25), range(1, 9)):
-        sizes = resolve_shard_sizes(args, group_size, ranks_per_node)
+        sizes = resolve_shard_sizes(config_of(args), args, group_size, ranks_per_node)
         sizes.check(group_size)
         assert sizes.optim == group_size
 
