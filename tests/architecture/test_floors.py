@@ -30,7 +30,7 @@ FLOORS = {
 BUDGETS = {
     "attention": 2275,
     "checkpoint_files": 1631,
-    "commands": 3220,
+    "commands": 3217,
     "cpu_platform": 969,
     "engine, beside its rooms": 286,
     "engine/at_rest": 767,
@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/zero": 4652,
     "hf": 2795,
     "library": 2766,
-    "mcore": 10829,
+    "mcore": 10816,
     "planner": 4138,
     "beside the rooms": 700,
 }
