@@ -41,7 +41,7 @@ _WRAPPER = "megatron.core.distributed.distributed_data_parallel.DistributedDataP
 def wrap(original: Callable, self: Any, *args: Any, **options: Any) -> None:
     if type(self) is DistributedDataParallel:
         self.__class__ = DoorDataParallel
-        DoorDataParallel.__init__(self, *args, **options)
+        self.__init__(*args, **options)
     else:
         original(self, *args, **options)
 

@@ -74,7 +74,7 @@ class DoorSettings:
         `groups` is Megatron's ProcessGroupCollection.
         """
         own = _own_settings(config, transformer, optimizer, ddp, groups)
-        settings = MegatronSettings(own, transformer, optimizer, ddp)
+        settings: Any = MegatronSettings(own, transformer, optimizer, ddp)
         refuse(RULES[OURS], settings)
         group_size = groups.dp_cp.size()
         on_node = sharding_ranks_per_node(settings)

@@ -33,8 +33,8 @@ def whole(model: Any, writes: bool = False) -> Iterator[None]:
     Raises:
         ConfigurationError: Within a step, or for a write without `writes`.
     """
-    chunks = model if isinstance(model, Sequence) else [model]
-    own = {id(param) for chunk in chunks for param in unwrap_model(chunk).parameters()}
+    chunks: Any = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
+    own = {id(param) for chunk in chunks for param in chunk.parameters()}
     runtimes = [
         runtime
         for runtime in Communication.open_runtimes()

@@ -87,7 +87,7 @@ class DoorDataParallel(AsyncHZPDataParallel):
             return
         # A framework sets it by itself where it overlaps, and asserts before that it is None.
         if self.config.no_sync_func is None:
-            reduce_last_micro_batch(self.siblings)  # pyright: ignore[reportArgumentType]
+            reduce_last_micro_batch(self.siblings)
         super().zero_grad_buffer()
 
     @override

@@ -335,6 +335,6 @@ def shard_chunks(
 def reduce_last_micro_batch(chunks: Sequence[AsyncHZPDataParallel]) -> None:
     """Let Megatron's schedules reduce over the whole sharding group with the last micro-batch."""
     # They read it from the first chunk's config, and chunks need not share one.
-    no_syncs = [chunk.no_sync for chunk in chunks]
+    no_syncs: Any = [chunk.no_sync for chunk in chunks]
     for chunk in chunks:
         chunk.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]

@@ -68,14 +68,14 @@ def _without_unknown(function: Callable[..., Any], *args: Any, **groups: Any) ->
     return function(*args, **{name: group for name, group in groups.items() if name in known})
 
 
-def called_by_megatron(*one_of: str) -> Callable[[type], type]:
+def called_by_megatron[Kind: type](*one_of: str) -> Callable[[Kind], Kind]:
     """Check that a class overrides methods of its bases, as Megatron calls no other name.
 
     They are the methods marked with `typing.override`, and one of the methods named `one_of`.
     Raises ConfigurationError.
     """
 
-    def checked(kind: type) -> type:
+    def checked(kind: Kind) -> Kind:
         marked = [
             name for name, method in vars(kind).items() if getattr(method, "__override__", False)
         ]
