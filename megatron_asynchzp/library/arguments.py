@@ -147,6 +147,10 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
         if unit not in checked:
             checked.append(unit)
     refuse_sharded(model)
+    refuse_params(model, allows_meta=True)
+    if not any(param.is_meta for param in model.parameters()):
+        refuse_shared_memory(model)
+    refuse_views(model)
     return checked
 
 
@@ -274,18 +278,13 @@ def check_model(
     call: ShardCall,
     known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
 ) -> None:
-    """Refuse a model that cannot be sharded, and calls that differ between ranks. Collective.
+    """Refuse models and calls that differ between ranks. Collective.
 
     known: Descriptions of parameters that this rank has only a part of.
     """
     is_meta = any(param.is_meta for param in model.parameters())
-    if not known:
-        if call.param_dtype is not None:
-            _refuse_casts(model)
-        refuse_params(model, allows_meta=True)
-        if not is_meta:
-            refuse_shared_memory(model)
-        refuse_views(model)
+    if call.param_dtype is not None:
+        _refuse_casts(model)
     device = call.device if is_meta else next(model.parameters()).device
     paths = {module: path for path, module in model.named_modules()}
     found = {"sizes": text_of(call.topology.sizes), "param_dtype": text_of(call.param_dtype)}

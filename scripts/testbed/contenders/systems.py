@@ -20,7 +20,7 @@ from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
-from megatron_asynchzp.library.arguments import check_model, checked_call
+from megatron_asynchzp.library.arguments import check_model, checked_call, checked_units
 from megatron_asynchzp.library.runtime import runtime_of
 from scripts.testbed.contenders.adam import new_adamw, owned_params
 from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
@@ -198,6 +198,7 @@ def new_runtime(
     schedule: ScheduleConfig,
 ) -> HZPRuntime:
     """The engine around `model` without an optimizer. group: None for all ranks."""
+    units = checked_units(model, units)
     call = checked_call(sizes, torch.optim.SGD, group, schedule)
     check_model(model, units, call)
     return runtime_of(model, units, call)[0]

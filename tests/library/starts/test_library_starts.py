@@ -5,6 +5,7 @@ meta device, main parameters that are more exact than the model, meshes."""
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_asynchzp import ConfigurationError, ShardSizes, shard
+from megatron_asynchzp.engine.zero.construction import Construction
 from scripts.testbed.ranks import run_ranks
 from tests.support import loops
 from tests.support.loops import SIZES, SIZES_OF_4, new_adamw, unclipped, unclipped_step
@@ -86,7 +88,10 @@ def check_meta(all_sizes) -> None:
     for sizes in all_sizes:
         torch.manual_seed(3)
         model = on_meta()
-        with shard(model, model.layers, ShardSizes(*sizes), new_adamw, device="cpu") as sharded:
+        with patch.object(Construction, "_unshard") as gather_whole:
+            sharded = LOOP.sharded(sizes, model, device="cpu")
+        assert not gather_whole.called
+        with sharded:
             assert model.head.weight is model.embedding.weight
             assert LOOP.train(sharded) == expected, sizes
 
