@@ -4,6 +4,7 @@
 
 import subprocess
 import sys
+from argparse import ArgumentParser
 
 import pytest
 
@@ -16,6 +17,7 @@ from megatron_asynchzp.mcore.flags.command_line import check_command_line, misty
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.pasa import MODE_CHOICES, VENDOR_CHOICES
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
+from megatron_asynchzp.mcore.patches.arguments import add_arguments
 from scripts.report import megatron_tables
 
 
@@ -83,6 +85,7 @@ def test_a_size_that_divides_no_run_of_the_ranks_is_refused_with_all_that_may(fl
         "--use-asynchzp --use-checkpoint-args --tensor-model-parallel-size 3",
         "--use-asynchzp --cuda-graph-impl none --ckpt-format torch_dist",
         "--use-asynchzp --data-path s3://bucket/prefix",
+        "--use-asynchzp --save-activations-interval 0",
         "--asynchzp-device cpu",
         "--use-pasa-attention --pasa-mode block",
         "--use-asynchzp --no-such-flag-of-megatron 1",
@@ -90,6 +93,13 @@ def test_a_size_that_divides_no_run_of_the_ranks_is_refused_with_all_that_may(fl
 )
 def test_what_can_be_meant_is_let_through(line):
     check_command_line(line.split(), world_size=4)
+
+
+@pytest.mark.parametrize("use", ["--use-asynchzp", "--use-pasa-attention"])
+def test_a_file_that_drops_all_flags_is_refused_while_megatron_builds_its_parser(monkeypatch, use):
+    monkeypatch.setattr(sys, "argv", ["train.py", use, "--yaml-cfg", "run.yaml"])
+    with pytest.raises(ConfigurationError, match=f"^--yaml-cfg run.yaml .* with {use}: "):
+        add_arguments.make(lambda parser: parser)(ArgumentParser())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
