@@ -3,6 +3,7 @@
 """Rules of NCCL that tests on the emulated device rely on."""
 
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -171,8 +172,9 @@ def test_a_split_makes_a_communicator_of_each_color_and_none_without_one(worlds:
     assert ranks == [(0, 0, [0.0] * 3), (0, 2, [4.0] * 3), (0, 1, [2.0] * 3), (1, 2, [4.0] * 3)]
 
 
-def race() -> str:
-    """Two threads launch at once; every rank's error, if there was one."""
+def race(num_launches: int) -> None:
+    """Two threads launch at once, until one of them has an error."""
+    sys.setswitchinterval(1e-5)  # on a busy machine too they meet
     groups = [dist.new_group(), dist.new_group()]
     value = torch.ones(3, device=device_of_rank())
     for group in groups:
@@ -183,8 +185,9 @@ def race() -> str:
     def launch(group: dist.ProcessGroup) -> None:
         mine = torch.ones(3, device=device_of_rank())
         try:
-            for _ in range(200):
-                dist.all_reduce(mine, group=group)
+            for _ in range(num_launches):
+                if not errors:
+                    dist.all_reduce(mine, group=group)
         except Exception as error:
             errors.append(str(error))
 
@@ -202,9 +205,9 @@ def test_two_threads_that_launch_at_once_are_an_error_with_implicit_order_only(
 ):
     in_order = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     with pytest.raises(DeviceFailure, match="host threads racing to launch NCCL on same device"):
-        worlds.run(race, 1, env=AT_ONCE | in_order, timeout_s=60)
+        worlds.run(race, 1, 20_000, env=AT_ONCE | in_order, timeout_s=60)
     with pytest.raises(DeviceFailure) as without:
-        worlds.run(race, 1, env=AT_ONCE, timeout_s=60)
+        worlds.run(race, 1, 200, env=AT_ONCE, timeout_s=60)
     assert "racing" not in str(without.value)
 
 

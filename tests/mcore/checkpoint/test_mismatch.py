@@ -129,7 +129,7 @@ def _describe_all() -> dict[str, Model]:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Model]:
-    return on_ranks(_describe_all, 1)[0]
+    return on_ranks(_describe_all, 1, timeout_s=600.0)[0]  # it builds some forty models
 
 
 def _compare(saved: Model, run: Model, **changed: Any) -> str | None:
