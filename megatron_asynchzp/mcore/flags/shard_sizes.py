@@ -156,10 +156,11 @@ def resolve_shard_sizes(
     """
     given: dict[str, int | None] = dict.fromkeys(STATES)
     given |= translated_sizes(megatron, group_size)
-    number = {NODE: gcd(ranks_per_node, group_size), WORLD: group_size}
+    words = {NODE: gcd(ranks_per_node, group_size), WORLD: group_size}
     for state, size in config.shard_sizes.items():
-        if size not in (None, AUTO):
-            given[state] = None if size == _DEFAULTS[state] else number.get(size, size)
+        if size is not None and size != AUTO:
+            number = words[size] if isinstance(size, str) else size
+            given[state] = None if size == _DEFAULTS[state] else number
     optim = group_size if given["optim"] is None else given["optim"]
     on_node = gcd(ranks_per_node, optim)
     param = _nested_default(on_node, given["grad"]) if given["param"] is None else given["param"]
