@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused in a framework, each in one line, and what becomes of its dataclasses."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,10 +17,8 @@ from tests.support.world import on_ranks
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    start = time.monotonic()
     with pytest.raises(ConfigurationError) as caught:
         call()
-    assert time.monotonic() - start < 1.0
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -100,7 +97,7 @@ EXPECTED = {
 }
 
 
-def test_each_misuse_is_one_line_within_a_second():
+def test_each_misuse_is_one_line():
     for lines in on_ranks(misuses, 2):
         assert lines.keys() == EXPECTED.keys()
         for name, part in EXPECTED.items():

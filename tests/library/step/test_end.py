@@ -42,7 +42,7 @@ def train_in_megatron(_: ShardSizes) -> None:
 def count_threads(train, sizes: ShardSizes) -> list[int]:
     """The threads of this rank, those of its communicators among them, after each run."""
     counts = []
-    for _ in range(3):
+    for _ in range(2):
         train(sizes)
         gc.collect()
         counts.append(len(os.listdir("/proc/self/task")))
@@ -59,5 +59,5 @@ def count_threads(train, sizes: ShardSizes) -> list[int]:
     ],
 )
 def test_the_communicators_of_a_closed_run_are_gone_when_torch_destroys_its_groups(train, sizes):
-    for first, second, third in on_ranks(count_threads, 2, train, sizes):
-        assert first == second == third
+    for first, second in on_ranks(count_threads, 2, train, sizes):
+        assert first == second
