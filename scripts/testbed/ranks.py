@@ -119,7 +119,7 @@ def run_ranks(
     fn: Callable,
     world_size: int,
     *args: Any,
-    timeout_s: float = 180.0,
+    timeout_s: float = 300.0,
     env: dict[str, str] | None = None,
     join: Join = join_gloo,
 ) -> list[Any]:

@@ -157,7 +157,7 @@ def _all_bodies(folder: str) -> dict:
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> list[dict]:
     """What each body found, in which folder, by rank."""
-    return on_ranks(_all_bodies, 2, str(tmp_path_factory.mktemp("runs")))
+    return on_ranks(_all_bodies, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=600.0)
 
 
 def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped(output):
