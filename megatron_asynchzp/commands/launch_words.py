@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage, require
 from megatron_asynchzp.mcore.flags.checks import check_is_rank
+from megatron_asynchzp.mcore.flags.command_line import words_by_flag
 
 DEFAULT_SCRIPT = "pretrain_gpt.py"
 
@@ -74,10 +75,9 @@ def check_packages(arguments: Sequence[str]) -> None:
 
     Megatron trains without a writer of scalars, and blames the version of torch.
     """
-    words = [part for word in arguments for part in word.split("=", 1)]
-    given = dict(zip(words, [*words[1:], ""]))
-    if given.get("--optimizer") in ("muon", "dist_muon"):
-        require("emerging_optimizers", f"--optimizer {given['--optimizer']}")
+    given = words_by_flag(arguments)
+    for optimizer in {"muon", "dist_muon"}.intersection(given.get("--optimizer", ())):
+        require("emerging_optimizers", f"--optimizer {optimizer}")
     try:
         if "--tensorboard-dir" in given and os.environ.get("RANK") == "0":
             require("tensorboard", "--tensorboard-dir")

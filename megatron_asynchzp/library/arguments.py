@@ -271,17 +271,8 @@ def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
     return ShardSizes(size, size, size)
 
 
-@torch.no_grad()
-def check_model(
-    model: nn.Module,
-    units: Iterable[nn.Module],
-    call: ShardCall,
-    known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
-) -> None:
-    """Refuse models and calls that differ between ranks. Collective.
-
-    known: Descriptions of parameters that this rank has only a part of.
-    """
+def check_model(model: nn.Module, units: Iterable[nn.Module], call: ShardCall) -> None:
+    """Refuse models and calls that differ between ranks. Collective."""
     is_meta = any(param.is_meta for param in model.parameters())
     if call.param_dtype is not None:
         _refuse_casts(model)
@@ -292,17 +283,31 @@ def check_model(
     found["offload"] = text_of(call.offload)
     found |= {f"schedule.{name}": text_of(value) for name, value in vars(call.schedule).items()}
     found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
-    found["the model's device"] = "meta" if is_meta else device.type
+    found["the model's device"] = f"meta, filled on {device.type}" if is_meta else device.type
     check_same_settings(found | process_settings(), call.group, device, ALIKE)
+    check_values(model, call.group, device)
+
+
+@torch.no_grad()
+def check_values(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
+) -> None:
+    """Refuse parameters and buffers that differ between ranks. Collective.
+
+    known: Descriptions of parameters that this rank has only a part of.
+    """
     lines = {
         name: known[param] if param in known else describe(param)
         for name, param in model.named_parameters()
     }
     lines |= {name: describe(buffer) for name, buffer in model.named_buffers()}
-    if is_same_everywhere(hash_of_text(repr(list(lines.items()))), call.group, device):
+    if is_same_everywhere(hash_of_text(repr(list(lines.items()))), group, device):
         return
-    all_lines: list[dict[str, Description]] = [{}] * call.group.size()
-    dist.all_gather_object(all_lines, lines, group=call.group)
+    all_lines: list[dict[str, Description]] = [{}] * group.size()
+    dist.all_gather_object(all_lines, lines, group=group)
     for name in dict.fromkeys(name for each in all_lines for name in each):
         of_ranks = [each.get(name) for each in all_lines]
         rank = next((rank for rank, line in enumerate(of_ranks) if line != of_ranks[0]), None)

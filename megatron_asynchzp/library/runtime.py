@@ -14,7 +14,7 @@ from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.construction import Construction
 from megatron_asynchzp.engine.zero.guard import SHARDED_AS
 from megatron_asynchzp.engine.zero.plan import plan_units
-from megatron_asynchzp.library.arguments import ShardCall, check_model
+from megatron_asynchzp.library.arguments import ShardCall, check_values
 from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
 from megatron_asynchzp.library.meta_model import materialize, shared_params
 
@@ -32,7 +32,7 @@ def runtime_of(
             groups, prepare=lambda param: seen.update({param: describe(param)})
         )
         materialize(model, unit_modules, call.device, construction.shard)
-        check_model(model, unit_modules, call, seen)
+        check_values(model, call.group, next(model.parameters()).device, seen)
     whole: dict[nn.Parameter, torch.Tensor] = {}  # the fp32 values of trained parameters
     if call.param_dtype is not None:
         whole = {param: param.data for param in model.parameters() if param.requires_grad}

@@ -65,9 +65,17 @@ def fetch_package(package: str, version: str, out: Path, *options: str) -> None:
 
     options: of uv pip install. Raises CompileError where the registry does not give it.
     """
+    if reason := install_into(out, *options, f"{package}=={version}.*"):
+        raise CompileError(f"no {package} {version} from the registry: {reason}")
+
+
+def install_into(out: Path, *words: str) -> str:
+    """Install packages without what they need into a folder; return why not, "" where it went.
+
+    words: the packages, and options of uv pip install.
+    """
     install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
-    command = [*install, *options, "--target", str(out), f"{package}=={version}.*"]
+    command = [*install, "--target", str(out), *words]
     ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no reason given"]
-        raise CompileError(f"no {package} {version} from the registry: {lines[-1].strip()}")
+    lines = ended.stderr.strip().splitlines() or ["no reason given"]
+    return lines[-1].strip() if ended.returncode else ""

@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39849,
-    "docstring words": 38240,
-    "docstring lines": 3874,
+    "lines": 39847,
+    "docstring words": 38218,
+    "docstring lines": 3872,
     "raise ConfigurationError": 320,
     "context variables": 3,
     "assignments of __class__": 9,

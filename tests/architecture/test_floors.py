@@ -37,10 +37,10 @@ BUDGETS = {
     "engine/comm": 2287,
     "engine/failure": 857,
     "engine/sharding": 1693,
-    "engine/zero": 4652,
+    "engine/zero": 4649,
     "hf": 2795,
-    "library": 2766,
-    "mcore": 10817,
+    "library": 2770,
+    "mcore": 10813,
     "planner": 4138,
     "beside the rooms": 700,
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from scripts.testbed.compiler import CompileError, compiled_once
+from scripts.testbed.compiler import CompileError, compiled_once, install_into
 from scripts.testbed.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,8 @@ def folder_of(packages: Sequence[str]) -> Path:
     name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
 
     def fetch(out: Path) -> None:
-        install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
-        ended = subprocess.run([*install, "--target", out, *packages], capture_output=True)
-        if ended.returncode:
-            raise CompileError(ended.stderr.decode().strip()[-300:])
+        if reason := install_into(out, *packages):
+            raise CompileError(reason)
 
     try:
         return compiled_once(f"framework-{name}", fetch)

@@ -3,16 +3,12 @@
 """Transformer Engine's own Python on the CPU platform, for frameworks that import it."""
 
 import os
-import sys
 from typing import Any
 from unittest import mock
 
 import torch
 
 from scripts.testbed.te.environment import install
-
-# Bridge's pretrain() imports what they hold, and uses nothing of it here.
-RESILIENCY = "nvidia_resiliency_ext"
 
 
 def prepare() -> None:
@@ -30,9 +26,3 @@ def prepare() -> None:
     # Its parser meets stand-ins.
     replaced.jit.script = lambda function=None, **_: function or (lambda inner: inner)
     replaced.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def pretend(package: str, *modules: str) -> None:
-    """Let modules of a package that is not there be imported."""
-    for name in (package, *(f"{package}.{module}" for module in modules)):
-        sys.modules[name] = mock.MagicMock(__spec__=None, __path__=[])

@@ -160,9 +160,6 @@ def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_i
 
     monkeypatch.setattr(data_parallel, "wrap_model_chunks", lambda chunks, *_: chunks)
     monkeypatch.setattr(save_guard, "claim_save_directory", lambda _: None)
-    monkeypatch.setattr(
-        "megatron_asynchzp.engine.at_rest.host_states.move_to_host", lambda *_: None
-    )
     args, settings = SimpleNamespace(qk_clip=True, rank=1), RunSettings(ShardSizes(1, 1, 1))
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1, rank=lambda: 1))
     model = new_model(False, torch.float32, [1.0] * HEADS, [1.0] * HEADS)

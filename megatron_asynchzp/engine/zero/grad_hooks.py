@@ -22,11 +22,8 @@ class GradHooks:
         self._accumulators: list[Any] = []
 
     def attach(self, unit: HZPUnit, take: Callable[[HZPUnit, int], None], takes_all: bool) -> None:
-        """Call `take` for each large gradient, or all, when complete; small ones come together.
-
-        A hook must not keep the unit, which has its process groups: Python's collector of cycles
-        does not see the hooks of a tensor.
-        """
+        """Call `take` for each large gradient, or all, when complete; small ones come together."""
+        # Python's collector does not see a tensor's hooks, which would keep all process groups.
         alive = weakref.ref(unit)
 
         def hook_of(index: int) -> Callable[[torch.Tensor], None]:
@@ -75,7 +72,7 @@ class GradHooks:
                 param.data = data
 
     def release_accumulators(self) -> None:
-        """Let the nodes go at the end: they keep the parameters, and so all of the engine."""
+        # They keep the parameters, and so all of the engine, from Python's collector.
         self._accumulators.clear()
 
     def remove(self) -> None:

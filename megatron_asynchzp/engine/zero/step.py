@@ -217,7 +217,7 @@ class StepScheduler:
         groups = self.units[0].groups
         # NCCL needs the same operation on all ranks of a communicator.
         if axes := groups.reduce_axes_within(groups.topology.sizes.param):
-            # Of the order check's dtype; `value` lives until the sum has ended.
+            # In the order check's dtype; `value` lives until the sum has ended.
             value = torch.zeros(4, dtype=torch.int64, device=self.units[0].device)
             start, ready = partial(all_reduce_steps, value, axes), self.driver.device.record_event()
             after = [self.driver.latest.get(lane) for lane in ("reduce", "grad-sync", "order")]

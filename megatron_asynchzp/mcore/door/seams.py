@@ -14,8 +14,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_asynchzp.engine.at_rest.host_states import move_to_host
-from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.door.exports import patch_exports
 from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
@@ -102,10 +100,7 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
         )
     for chunk in chunks:
         chunk.ddp_config = settings.ddp
-    # As for Megatron-LM's scripts, which wrap on a stream of their own.
-    with device_of(params[0]).on_default_stream():
-        shard_chunks(chunks, groups, settings.run)
-        move_to_host([chunk.runtime for chunk in chunks], settings.run.offload)
+    shard_chunks(chunks, groups, settings.run)
     for chunk in chunks:
         chunk.note_sharded(chunks)
     patch_exports()

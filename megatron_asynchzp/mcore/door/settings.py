@@ -22,7 +22,7 @@ from megatron_asynchzp.mcore.flags.config import (
 )
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.rule_table import RULES
-from megatron_asynchzp.mcore.flags.rules import OURS, changes, refuse
+from megatron_asynchzp.mcore.flags.rules import OURS, changes, refuse, values_after
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     describe_cuts,
     describe_translation,
@@ -87,12 +87,8 @@ class DoorSettings:
             lines.append(
                 "gradients travel in bf16, as without grad_reduce_in_fp32, and are summed in fp32"
             )
-        new = dict(OWN_SETTINGS)
-        for rule in rules:
-            new |= rule.becomes(settings)
-        new |= {rule.setting: rule.value for rule in rules}
-        new |= {f"asynchzp_{state}_shard_size": getattr(sizes, state) for state in STATES}
-        vars(own).update(new)
+        sized = {f"asynchzp_{state}_shard_size": getattr(sizes, state) for state in STATES}
+        vars(own).update(OWN_SETTINGS | values_after(rules, settings) | sized)
         run = RunSettings.of(AsyncHZPConfig.of(vars(own)), settings, sizes)
         changed = {rule.setting: rule.value for rule in rules}
         return cls(settings, run, _changed(optimizer, changed), _changed(ddp, changed), lines)

@@ -121,7 +121,7 @@ def faults_of_dtypes(args: Namespace) -> Iterator[str]:
         yield "--bf16 and --fp16 exclude each other; give one of them"
 
 
-# ---- what is saved
+# ---- checkpoints
 
 
 def faults_of_saves(args: Namespace) -> Iterator[str]:

@@ -30,7 +30,7 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
         argv: The words after the script.
         world_size: Ranks of the run, None if they are not known yet.
     """
-    own, given = own_flags(), _words_by_flag(argv)
+    own, given = own_flags(), words_by_flag(argv)
     for flag in given:
         if meant := mistyped(flag, own):
             raise ConfigurationError(f"{flag}: no such flag; the nearest is {meant}")
@@ -50,7 +50,7 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
 
 def check_single_flags(argv: Sequence[str]) -> None:
     """Raise Refused for settings that a rule refuses by one flag alone."""
-    given = _words_by_flag(argv)
+    given = words_by_flag(argv)
     values = {argument_of(flag): _value(words) for flag, words in given.items()}
     for use, rules in RULES.items():
         single = (rule for rule in rules if rule.is_decided_by_flag and rule.flag in given)
@@ -74,7 +74,7 @@ def _own_parser() -> ArgumentParser:
     return add_pasa_arguments(add_asynchzp_arguments(parser))
 
 
-def _words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
+def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
     given, words = dict[str, list[str]](), list[str]()
     for word in argv:
         if word.startswith("--"):

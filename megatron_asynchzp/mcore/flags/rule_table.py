@@ -9,7 +9,7 @@ from megatron_asynchzp.mcore.flags.changes import CHANGES, OWN_SETTINGS
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.pasa import PASA, PASA_REFUSALS
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
-from megatron_asynchzp.mcore.flags.rules import OURS, Rule, changes, refuse
+from megatron_asynchzp.mcore.flags.rules import OURS, Rule, changes, refuse, values_after
 
 RULES: dict[str, tuple[Rule, ...]] = {OURS: (*REFUSALS, *CHANGES), PASA: PASA_REFUSALS}
 """By the flag of ours with which a rule counts."""
@@ -26,9 +26,7 @@ def change_settings(args: Namespace) -> list[str]:
     rules = changes(RULES[OURS], settings)
     lines = [rule.line(settings) for rule in rules if not rule.is_silent]
     own = {name: getattr(args, name, default) for name, default in OWN_SETTINGS.items()}
-    for rule in rules:
-        own |= rule.becomes(settings)
-    vars(args).update(own, **{rule.setting: rule.value for rule in rules})
+    vars(args).update(own | values_after(rules, settings))
     return lines
 
 

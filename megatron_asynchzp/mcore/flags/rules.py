@@ -31,12 +31,12 @@ class Rule:
     remedy: str = ""  # of a refusal
     flag: str = ""
     of: str = OURS  # the flag of ours with which the rule counts
-    # Of a refusal:
+    # For a refusal:
     example: str = ""  # a command line that is refused; its first word is the flag
     condition: str = ""  # which values are refused, for the documentation; "" means all of them
     beside: str = ""  # the flag that the line names in place of `of`
     is_decided_by_flag: bool = False  # `when` reads this setting alone
-    # Of the others:
+    # For a change:
     value: object = None
     becomes: Callable[[Any], Mapping[str, object]] = lambda settings: {}
     is_lost: bool = False  # a run goes without what the flag gives it
@@ -99,6 +99,14 @@ def changes(rules: Iterable[Rule], settings: Any) -> list[Rule]:
         if rule.verdict is not Verdict.REFUSE and rule.applies(settings):
             first.setdefault(rule.setting, rule)
     return list(first.values())
+
+
+def values_after(rules: Sequence[Rule], settings: Any) -> dict[str, object]:
+    """Return the new values of changed settings, and of ours that they are translated into."""
+    values: dict[str, object] = {}
+    for rule in rules:
+        values |= rule.becomes(settings)
+    return values | {rule.setting: rule.value for rule in rules}
 
 
 # ---- how refusals are written

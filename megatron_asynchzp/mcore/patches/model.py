@@ -122,8 +122,6 @@ def _capture(model_chunks: Sequence) -> None:
 def _wrap(
     args: Any, settings: RunSettings, model_chunks: Sequence, ddp_config: Any, pg_collection: Any
 ) -> list:
-    from megatron_asynchzp.engine.at_rest.host_states import move_to_host
-    from megatron_asynchzp.engine.device import device_of
     from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
     from megatron_asynchzp.mcore.start.construction import current_construction
     from megatron_asynchzp.mcore.step.data_parallel import wrap_model_chunks
@@ -131,11 +129,7 @@ def _wrap(
     pg_collection = pg_collection or _process_groups()
     claim_save_directory(args)
     construction = current_construction()
-    # Megatron wraps on a stream of its own, which has waited for the default one. Parameters are
-    # memory of the default stream: freed while another one still copies them they could be reused.
-    with device_of(next(model_chunks[0].parameters())).on_default_stream():
-        chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
-        move_to_host([chunk.runtime for chunk in chunks], settings.offload)
+    chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
     if args.qk_clip:
         from megatron_asynchzp.mcore.step.qk_clip import refuse_unknown_attention
 

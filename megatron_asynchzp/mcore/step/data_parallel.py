@@ -16,6 +16,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import MakeViewlessTensor, get_model_config
 
+from megatron_asynchzp.engine.at_rest.host_states import move_to_host
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
@@ -303,33 +304,37 @@ def shard_chunks(
 ) -> None:
     """Shard the wrapped chunks of this rank, as wrap_model_chunks does. Collective."""
     params = [param for chunk in chunks for param in chunk.parameters()]
-    if any(param.is_cpu for param in params):  # Megatron 0.19 moves nothing that it built there
-        for chunk in chunks:
-            chunk.module.to(communication_device(pg_collection.dp_cp))
-    has_experts = is_true_anywhere(any(sharding_group_key(p) == "expert" for p in params))
-    groups = {} if construction is None else dict(construction.groups)
-    if "dense" not in groups or (has_experts and "expert" not in groups):
-        groups = create_shard_groups(settings, pg_collection, has_experts) | groups
-    schedule, device = settings.schedule, params[0].device
-    communication = Communication(
-        schedule, device_of(params[0]), settings.trace, settings.number_of_step
-    )
-    communication.budgets = KeepBudgets.of(schedule, communication.driver, device)
-    # From an accelerator Megatron's writer makes copies by itself.
-    takes_snapshots = settings.saves_beside_training and device.type == "cpu"
-    if construction is not None:
-        construction.note_whole(params)
-    if settings.starts_differ:
-        for param in params:
-            if construction is None or not construction.holds(param):
-                broadcast_from_first_rank(param, pg_collection)
-    for index, chunk in enumerate(chunks):
-        chunk.shard(index, pg_collection, groups, communication, takes_snapshots, construction)
-    if settings.sends_codes:
-        for chunk in chunks:
-            send_codes(chunk.module, chunk.config, chunk.units)
-    if construction is not None:
-        construction.close()
+    # Megatron wraps on a stream of its own, which has waited for the default one. Parameters are
+    # memory of the default stream: freed while another one still copies them they could be reused.
+    with device_of(params[0]).on_default_stream():
+        if any(param.is_cpu for param in params):  # Megatron 0.19 moves nothing that it built there
+            for chunk in chunks:
+                chunk.module.to(communication_device(pg_collection.dp_cp))
+        has_experts = is_true_anywhere(any(sharding_group_key(p) == "expert" for p in params))
+        groups = {} if construction is None else dict(construction.groups)
+        if "dense" not in groups or (has_experts and "expert" not in groups):
+            groups = create_shard_groups(settings, pg_collection, has_experts) | groups
+        schedule, device = settings.schedule, params[0].device
+        communication = Communication(
+            schedule, device_of(params[0]), settings.trace, settings.number_of_step
+        )
+        communication.budgets = KeepBudgets.of(schedule, communication.driver, device)
+        # From an accelerator Megatron's writer makes copies by itself.
+        takes_snapshots = settings.saves_beside_training and device.type == "cpu"
+        if construction is not None:
+            construction.note_whole(params)
+        if settings.starts_differ:
+            for param in params:
+                if construction is None or not construction.holds(param):
+                    broadcast_from_first_rank(param, pg_collection)
+        for index, chunk in enumerate(chunks):
+            chunk.shard(index, pg_collection, groups, communication, takes_snapshots, construction)
+        if settings.sends_codes:
+            for chunk in chunks:
+                send_codes(chunk.module, chunk.config, chunk.units)
+        if construction is not None:
+            construction.close()
+        move_to_host([chunk.runtime for chunk in chunks], settings.offload)
 
 
 def reduce_last_micro_batch(chunks: Sequence[AsyncHZPDataParallel]) -> None:

@@ -19,8 +19,8 @@ MUTANTS = [
     Mutant(
         "translated-to-nothing",
         "what a translated setting asked for becomes a setting of ours",
-        "mcore/flags/rule_table.py",
-        "own |= rule.becomes(settings)",
+        "mcore/flags/rules.py",
+        "values |= rule.becomes(settings)",
         "pass",
         (
             "tests/mcore/test_rounded_adam.py::"
