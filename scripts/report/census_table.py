@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the lines of scripts/train/census.py into counts, and a table by hardware."""
+"""Turns the lines of scripts/train/census.py into counts, and a table by verdict."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,16 +29,6 @@ def _verdicts(lines: Sequence[dict]) -> list[list[dict]]:
             assert place == 2 or line["stock"] is not None, line["case"]
         parts[place].append(line)
     return parts
-
-
-def by_hardware(lines: Sequence[dict]) -> str:
-    """A row for each kind of GPU that recipes are for, and one for all of them."""
-    rows = []
-    kinds = sorted({line["hardware"] for line in lines})
-    for name, kind in [*((kind.upper(), kind) for kind in kinds), ("all", None)]:
-        found = [line for line in lines if kind in (None, line["hardware"])]
-        rows.append([name, str(len(found)), *(str(len(part)) for part in _verdicts(found))])
-    return markdown_table(["for", "recipes", *_VERDICTS], rows)
 
 
 def by_verdict(lines: Sequence[dict]) -> str:

@@ -170,7 +170,6 @@ TABLES: dict[str, Table] = {
     "quickstart": Table("quickstart", _quickstart),
     "planner": Table("planner_published", planner_table.markdown),
     "planner misses": Table("planner_published", planner_table.misses),
-    "recipes": Table("recipes", census_table.by_hardware),
     "recipes verdicts": Table("recipes", census_table.by_verdict),
     "faults lines": Table("faults", lambda lines: fault_table.ends(lines, "library")),
 }

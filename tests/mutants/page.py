@@ -17,19 +17,18 @@ RECORD = ROOT / "docs" / "results" / "records" / "mutants.jsonl"
 GENERATED = RECORD.with_name("generated_mutants.jsonl")
 _INTRODUCTION = """# The tests notice
 
-Faults are put into a copy of the code on purpose, one at a time, for each law and each mechanism
-of the [architecture](../architecture.md); one fast test, which passed on the unharmed copy, has to
-fail because of each. The record says what each breaks and names its test. A fast test checks that
-each fault still fits the code; the slow tests run them all.
+Each fault of the catalogue breaks one law or one mechanism of the [architecture](../architecture.md)
+in a copy of the code. One fast test, which passes on the unharmed copy, has to fail on it. The record
+names the test. A fast test checks that each fault still fits the code; the slow tests run them all.
 """
 _GENERATED = """
 ## Generated
 
-A machine makes small faults in lines that changed since a commit (an edge of a comparison, an
+A program makes small faults in lines that changed since a commit (an edge of a comparison, an
 operator, a constant by one, a condition, a call left out, two arguments swapped, an early end, an
-empty branch) and runs the fast tests that run the line, as many as half a minute takes. A mutant
-that no test can notice counts as equivalent, with the reason. Mutants of lines that were written
-anew since stay with what became of them.
+empty branch). It runs the fast tests that run the line, for up to half a minute. A mutant that no
+test can notice counts as equivalent (reasons: `tests/mutants/equivalent.py`). The second table lists
+those that no test caught.
 """
 
 
@@ -141,21 +140,12 @@ def generated_table_of(rows: Sequence[dict]) -> str:
         caught, equivalent = count_caught(own), sum("why" in row for row in own)
         left = len(own) - caught - equivalent
         lines.append(f"| `{room}/` | {len(own)} | {caught} | {equivalent} | {left} |")
-    lines += ["", "| survivor | in | verdict |", "|---|---|---|"]
+    lines += ["", "| not caught | in |", "|---|---|"]
     for row in sorted(rows, key=lambda row: (row["file"], row["line"])):
-        if row["verdict"] not in NOTICED or "first_verdict" in row:
+        if row["verdict"] not in NOTICED and "why" not in row:
             change = f"`{_short(row['old'])}` → `{_short(row['new'])}`"
-            lines.append(f"| {change} | `{row['function'] or row['file']}` | {_judged(row)} |")
+            lines.append(f"| {change} | `{row['function'] or row['file']}` |")
     return "\n".join(lines) + "\n"
-
-
-def _judged(row: Mapping[str, str]) -> str:
-    """Say what became of a survivor."""
-    if "why" in row:
-        return f"equivalent: {row['why']}"
-    if row["verdict"] in NOTICED:
-        return f"test added: `{row['test'].partition('::')[2].partition('[')[0]}`"
-    return row["verdict"]
 
 
 NOTICED = (Verdict.CAUGHT, Verdict.TIMED_OUT)
