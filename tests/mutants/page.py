@@ -17,9 +17,10 @@ RECORD = ROOT / "docs" / "results" / "records" / "mutants.jsonl"
 GENERATED = RECORD.with_name("generated_mutants.jsonl")
 _INTRODUCTION = """# The tests notice
 
-Each fault of the catalogue breaks one law or one mechanism of the [architecture](../architecture.md)
-in a copy of the code. One fast test, which passes on the unharmed copy, has to fail on it. The record
-names the test. A fast test checks that each fault still fits the code; the slow tests run them all.
+Each fault of the catalogue breaks one law or one mechanism of the
+[architecture](../architecture.md) in a copy of the code. One fast test, which passes on the
+unharmed copy, has to fail on it. The record names the test. A fast test checks that each fault
+still fits the code; the slow tests run them all.
 """
 _GENERATED = """
 ## Generated
@@ -27,8 +28,8 @@ _GENERATED = """
 A program makes small faults in lines that changed since a commit (an edge of a comparison, an
 operator, a constant by one, a condition, a call left out, two arguments swapped, an early end, an
 empty branch). It runs the fast tests that run the line, for up to half a minute. A mutant that no
-test can notice counts as equivalent (reasons: `tests/mutants/equivalent.py`). The second table lists
-those that no test caught.
+test can notice counts as equivalent (reasons: `tests/mutants/equivalent.py`). The second table
+lists those that no test caught.
 """
 
 
