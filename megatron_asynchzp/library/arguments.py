@@ -61,7 +61,7 @@ def checked_call(
     device: Any = None,
     offload: Any = 0.0,
 ) -> ShardCall:
-    """Check what one rank knows without the model."""
+    """Check the arguments that need neither the model nor other ranks."""
     new_optimizer = checked_optimizer(optimizer)
     group = checked_group(group)
     if isinstance(sizes, DeviceMesh):
@@ -118,7 +118,7 @@ def default_sizes(num_ranks: int) -> ShardSizes:
 
 
 def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
-    """Return the modules of `units`, or the default ones, which are within `model` and called."""
+    """Return the modules of `units`, or the default ones; check that they can be units."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; it is to be an nn.Module")
     if isinstance(units, nn.Module) and not isinstance(units, Iterable):
@@ -211,7 +211,7 @@ def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
     if is_made or not callable(optimizer):
         found = f"a {type(optimizer).__name__}" if is_made else repr(optimizer)
         raise ConfigurationError(
-            f"optimizer is {found}; hand over what makes it of this rank's parts, as {_OPTIMIZER}"
+            f"optimizer is {found}; pass a function of this rank's parts, such as {_OPTIMIZER}"
         )
     return optimizer
 
@@ -251,8 +251,8 @@ def refuse_sharded(model: nn.Module) -> None:
             )
         if not is_lazy(param) and param.is_inference():
             raise ConfigurationError(
-                f"{name} was made in torch.inference_mode, where nothing that is made can be "
-                "trained; build the model outside of it"
+                f"{name} was made in torch.inference_mode, and cannot be trained; build the model "
+                "outside of it"
             )
 
 

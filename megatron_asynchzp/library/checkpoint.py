@@ -26,7 +26,7 @@ from megatron_asynchzp.library.whole_values import saved_buffers
 
 _OWN_KEYS = {"model", "optim", "grad_record", "param_groups", "optim_keys"}
 _PARAMS = "params"
-"""Of a group that is saved: the names of its parameters."""
+"""In a saved group, the key of its parameters' names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class ModelCheckpoint:
         return [part for part in self.parts if isinstance(part, TrainedFragment)]
 
     def state_dict(self, only_trained: bool) -> dict[str, Any]:
-        """Nothing is in flight, or the model is asleep."""
+        """Return the state. Nothing may be in flight, unless the model is asleep."""
         state: dict[str, Any] = {
             f"model.{part.name}": part.state_of(self.runtime.current_values(part.values))
             for part in (self._trained if only_trained else self.parts)
@@ -64,7 +64,7 @@ class ModelCheckpoint:
             whole.is_written = self.is_first
             state[f"model.{name}"] = whole
         state["grad_record"] = self.runtime.budgets.grad_record()
-        # Tuples: torch.distributed.checkpoint takes them whole, whatever settings there are.
+        # Tuples: torch.distributed.checkpoint flattens dicts and lists, whose keys must then match.
         state["param_groups"] = tuple(
             {**_settings_of(group), _PARAMS: self._names_in(group)}
             for group in self.optimizer.param_groups
@@ -90,7 +90,7 @@ class ModelCheckpoint:
         """Return the kinds of states that the optimizer keeps of each parameter, now or later."""
         kinds: dict[nn.Parameter, dict[str, StateKind]] = {}
         states, tried = self.optimizer.state, None
-        # Of a shape even where the parameter sleeps.
+        # Unlike a sleeping parameter these keep their shapes.
         values: dict[Any, torch.Tensor] = {part.param: part.values for part in self._trained}
         for index, group in enumerate(self.optimizer.param_groups):
             found: dict[str, StateKind] = {}
@@ -100,26 +100,26 @@ class ModelCheckpoint:
                     found[key] = StateKind.of(value, values.get(param, param))
             if not (found and creates_states_in_first_step(self.optimizer)):
                 tried = kinds_of_states(self.optimizer) if tried is None else tried
-                found |= tried[index]  # which no parameter of one element misleads
+                found |= tried[index]  # a parameter of one element cannot tell the kind
             kinds |= dict.fromkeys(params, found)
         return kinds
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state`. Raises ConfigurationError for one that is not of this object."""
+        """Load `state`; raise ConfigurationError if it is no state_dict() of this object."""
         if missing := {"param_groups", "grad_record", "optim_keys"} - state.keys():
             raise ConfigurationError(
-                f"the state has no {sorted(missing)[0]}: it is to be a state_dict() of this object "
-                "into which torch.distributed.checkpoint.load has read; a whole state dict of the "
-                "model goes into sharded.model.load_state_dict()"
+                f"the state has no {sorted(missing)[0]}. Pass a state_dict() of this object into "
+                "which torch.distributed.checkpoint.load has read; a whole state dict of the model "
+                "goes into sharded.model.load_state_dict()"
             )
         frozen = (one for one in self.parts if not isinstance(one, TrainedFragment))
         has_frozen = any(f"model.{part.name}" in state for part in frozen)
         asked = self.parts if has_frozen else self._trained
         if not all(_is_place_of(part, state) for part in asked if part.held.numel):
             raise ConfigurationError(
-                "the state is not one of this object as it is now: call state_dict() again, after "
-                "wake(), and load into that"
+                "the state was made before the last sleep() or wake(), or by another object: call "
+                "state_dict() again, after wake(), and load into that"
             )
         kinds = self._kinds()
         self._refuse_unknown_states(state, kinds)
@@ -127,7 +127,7 @@ class ModelCheckpoint:
         for group, saved in zip(self.optimizer.param_groups, all_settings, strict=True):
             _take_settings(group, saved)
         for part in self._trained:
-            if not part.held.numel:  # whatever it has is of nothing
+            if not part.held.numel:  # its states are empty
                 continue
             own = dict(self.optimizer.state.get(part.param, {}))
             for key, kind in kinds.get(part.param, {}).items():
@@ -137,7 +137,7 @@ class ModelCheckpoint:
                     found = found.values.view(shape) if found.is_loaded else NOT_THERE
                 if isinstance(found, str) and found == NOT_THERE:
                     own.pop(key, None)
-                elif not isinstance(found, ShardedState):  # that is in its place already
+                elif not isinstance(found, ShardedState):  # which was loaded in place
                     own[key] = found
             if own:
                 self.optimizer.state[part.param] = own
@@ -148,7 +148,7 @@ class ModelCheckpoint:
         self.runtime.budgets.expect_grads(state["grad_record"], self.runtime.units)
         for unit in self.runtime.units:
             if not unit.is_trained:
-                unit.marks.note_rewritten()  # the others are cast now
+                unit.marks.note_rewritten()  # sync_params casts the others
         self.runtime.sync_params()
         self.runtime.settle()
 
@@ -157,20 +157,20 @@ class ModelCheckpoint:
         return [names[param] for param in group["params"] if param in names]
 
     def _settings_saved(self, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what each group's parameters had, however the saved groups were ordered."""
+        """Return the saved settings of each group's parameters, in this optimizer's order."""
         groups = self.optimizer.param_groups
         group_of = {name: one for one in saved for name in one.get(_PARAMS, ())}
         chosen: list[Mapping[str, Any]] = []
         for index, group in enumerate(groups):
             known = [group_of[name] for name in self._names_in(group) if name in group_of]
             found = {text_of([*settings_of_group(one).items()]): one for one in known}
-            if not found and len(saved) == len(groups):  # of no parameters, or an older file's
+            if not found and len(saved) == len(groups):  # an empty group, or an older file
                 found[""] = saved[index]
             if len(found) != 1:
                 raise ConfigurationError(
                     f"group {index} of the optimizer's {len(groups)} has parameters of "
-                    f"{len(found)} groups with other settings among the {len(saved)} that were "
-                    "saved; make groups like those, and change settings after the load"
+                    f"{len(found)} groups with other settings among the {len(saved)} saved ones. "
+                    "Make the groups that were saved, and change settings after the load"
                 )
             chosen += found.values()
         return chosen
@@ -184,19 +184,19 @@ class ModelCheckpoint:
             for key in saved.get(part.name, ()):
                 if key not in known:
                     raise ConfigurationError(
-                        f"the checkpoint has a state {key!r} of {part.name}, of which "
-                        f"{type(self.optimizer).__name__} keeps {', '.join(known) or 'none'}; load "
-                        "it with the optimizer and the settings that it was saved with"
+                        f"the checkpoint has a state {key!r} of {part.name}, but "
+                        f"{type(self.optimizer).__name__} keeps {', '.join(known) or 'none'}. Load "
+                        "it with the optimizer and the settings of the run that saved it"
                     )
 
 
 def _problem_of_extra(key: str, tensor: torch.Tensor, part: TrainedFragment | None) -> str | None:
     """Return why `tensor` cannot be saved by `key` as values of `part`."""
     if key.partition(".")[0] in _OWN_KEYS:
-        return f"has a key of sharded.state_dict() itself; take another one than {key!r}, as 'ema'"
+        return f"has a key of sharded.state_dict() itself; replace {key!r}, for example by 'ema'"
     if part is None:
         return (
-            "has a name of no trained parameter; take the names of "
+            "does not name a trained parameter; use the names of "
             'sharded.optimizer.param_groups[0]["param_names"]'
         )
     if tensor.shape != (part.held.numel,):
@@ -211,9 +211,9 @@ def _refuse_inner_states(optimizer: torch.optim.Optimizer) -> None:
     for name, inner in optimizers_within(optimizer):
         if inner.state is not optimizer.state and any(inner.state.values()):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} keeps states in an optimizer of its own, .{name}, "
-                "of which a checkpoint would have nothing; let its `state` be theirs, or take "
-                "one optimizer with groups"
+                f"{type(optimizer).__name__} keeps states in its attribute .{name}, an optimizer "
+                "whose states a checkpoint would lose. Let both share one `state`, or use one "
+                "optimizer with groups"
             )
 
 
@@ -224,16 +224,16 @@ def _place_of(part: TrainedFragment, key: str, value: Any, kind: StateKind) -> A
     if kind.per in ("element", "other"):
         raise ConfigurationError(
             f"the optimizer's state {key!r} of {part.name} has shape {tuple(value.shape)} for the "
-            f"{part.held.numel} elements that this rank has: what is not one value per element no "
-            "checkpoint can have for other sizes; take an optimizer that keeps one per element"
+            f"{part.held.numel} elements that this rank has. A checkpoint for any sizes needs one "
+            "value per element: use an optimizer that keeps one"
         )
     return value
 
 
 def _absent(part: TrainedFragment, kind: StateKind) -> Any:
-    """In the place of a state of `part` that there is not."""
+    """Return a placeholder for a state that `part` does not have."""
     if kind.per == "element":
-        # Those of a unit are where its main parameters are.
+        # A state is on the device of its main parameters.
         nothing = torch.empty(0, dtype=kind.dtype, device=part.values.device)
         return AbsentState(part.shape, part.held, nothing)
     if kind.per == "parameter":
@@ -259,7 +259,7 @@ _OF_SCHEDULERS = {
 
 
 def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore the saved settings; of others only those of a newer scheduler stay."""
+    """Restore the saved settings; drop all others, except those that a scheduler has set."""
     saved = settings_of_group(saved)
     for key in settings_of_group(group).keys() - saved.keys() - _OF_SCHEDULERS:
         del group[key]

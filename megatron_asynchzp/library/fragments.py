@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of each parameter, and what of it its optimizer trains."""
+"""The fragment of each parameter that a rank holds, and that its optimizer trains."""
 
 from dataclasses import dataclass
 
@@ -33,4 +33,4 @@ class TrainedFragment(HeldFragment):
     unit: HZPUnit
     param: nn.Parameter  # `values` for the optimizer
     grad: torch.Tensor  # 1-D fp32
-    is_first_replica: bool  # whether sums over the ranks take this part, and not that of a replica
+    is_first_replica: bool  # whether sums over the ranks count this part, not a replica's

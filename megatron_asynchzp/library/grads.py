@@ -29,7 +29,7 @@ WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
 _GRAD = cast("Any", torch.Tensor).grad
 _DATA = cast("Any", torch.Tensor).data
 set_data: Callable[[nn.Parameter, torch.Tensor], None] = _DATA.__set__
-"""As an assignment to the data of any parameter."""
+"""Assign `param.data` as for a plain parameter."""
 _SCALER = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore
 _NORMS: set[Any] = {
     *(torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm),
@@ -41,8 +41,8 @@ _NORMS: set[Any] = {
 class ShardGrad(ShardTensor):
     """A rank's part of a gradient, 1-D fp32.
 
-    Its norm is refused: torch's clipping would take it for that of the whole. A GradScaler skips a
-    step in which any rank's gradient is not finite.
+    Its norm is refused, because torch's clipping would use it as the global norm. A GradScaler
+    skips a step in which any rank's gradient is not finite.
     """
 
     @classmethod
@@ -53,7 +53,7 @@ class ShardGrad(ShardTensor):
             raise ConfigurationError(
                 "the norm of a gradient of sharded.optimizer's parameters is that of this rank's "
                 "part; call sharded.clip_grad_norm_(max_norm), which returns the norm of all "
-                "ranks' gradients, and scales none where max_norm is math.inf"
+                "ranks' gradients; with math.inf it scales nothing"
             )
         result = super().__torch_function__(func, types, args, kwargs)
         if func is _SCALER:
@@ -95,7 +95,7 @@ class ShardParam(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # [Note: caller] Here it would take a step to make states.
+        # [Note: caller] torch's get_state_dict would take a step here, to make states.
         if sys._getframe(1).f_globals.get("__name__") == WHOLE_STATES:
             refuse_whole_states()
         self.await_grads()
@@ -105,8 +105,8 @@ class ShardParam(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             raise ConfigurationError(
-                "the gradients of a sharded model are collected elsewhere, and add up; forget them "
-                "with zero_grad()"
+                "param.grad = None has no effect on a sharded model, whose engine adds gradients "
+                "up. Call zero_grad()"
             )
         self.await_grads()
         set_grad(self, ShardGrad.of(plain(value), self.origin))
@@ -133,16 +133,16 @@ class ShardParam(nn.Parameter):
 
 
 def refuse_whole_states(*_: object) -> None:
-    """Before an optimizer's state_dict(): torch's get_state_dict looks for whole parameters."""
-    # [Note: caller] It reads gradients and states as a training loop does, with nothing that
-    # tells them apart, and drops the states of parameters that are not the model's in silence.
+    """Refuse torch's get_state_dict, which needs whole parameters; a hook of state_dict()."""
+    # [Note: caller] Only the stack tells it from a training loop: it reads gradients and states
+    # alike, and silently drops states of parameters that are not the model's.
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != WHOLE_STATES:
         frame = frame.f_back
     if frame is not None:
         raise ConfigurationError(
             "the optimizer of a sharded model has this rank's parts, which torch's functions for "
-            "state dicts do not know; sharded.state_dict() has model and optimizer for "
+            "state dicts do not know. Call sharded.state_dict(), which has model and optimizer for "
             "torch.distributed.checkpoint"
         )
 
@@ -157,10 +157,10 @@ _MOVES = {getattr(torch.Tensor, name) for name in ("cpu", "cuda", "pin_memory", 
 
 
 class WholeShaped(nn.Parameter):
-    """The class of parameters, and of all computed from them, while an optimizer is made.
+    """The class of parameters, and of tensors computed from them, while an optimizer is made.
 
-    It has the shape of the whole parameter, which groups are built by. Tensors with one value per
-    element have the part's values, so that an optimizer can make states; reading values is refused.
+    They have the shapes of whole parameters, by which loops build groups. Tensors with one value
+    per element have the part's values, for an optimizer's states; reading values is refused.
     """
 
     whole: torch.Tensor  # on the meta device
@@ -175,20 +175,20 @@ class WholeShaped(nn.Parameter):
             if func in _OF_PART:
                 return func(*args, **kwargs)
             asked = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
-            is_move = func in _MOVES  # which no tensor on the meta device makes
+            is_move = func in _MOVES  # not possible on the meta device
             whole = asked[0].whole if is_move else cls._of_wholes(func, args, kwargs)
             if not any(isinstance(one, torch.Tensor) for one in tree_leaves(whole)):
                 return whole
             try:
                 part = func(*args, **kwargs)
-            except Exception:  # it makes sense for the whole alone
+            except Exception:  # possible only with the whole shape
                 part = whole
             if is_move:
                 if not isinstance(part, torch.Tensor):
                     return part  # the name of a type
                 whole = whole.to(part.dtype)
             if any(part is one and whole is getattr(one, "whole", whole) for one in args):
-                return part  # written in place, or moved to where it is
+                return part  # written in place, or already on the asked device
             if isinstance(whole, torch.Tensor):
                 return cls._of(part, whole, asked)
             parts = part if len(part) == len(whole) else whole
@@ -208,7 +208,7 @@ class WholeShaped(nn.Parameter):
             return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
         except Exception as error:
             if isinstance(error, AttributeError) or "meta" not in str(error).lower():
-                raise  # as that of the whole
+                raise  # the whole parameter's own error
             name = getattr(func, "__name__", str(func))
             raise ConfigurationError(
                 f"{name}() of a parameter, in the function that makes the optimizer: each rank has "
@@ -242,7 +242,7 @@ class _WithCopies(TorchFunctionMode):
 
 @contextmanager
 def whole_shapes(shapes: Mapping[nn.Parameter, Sequence[int]]) -> Iterator[None]:
-    """Inside, these parameters are WholeShaped."""
+    """Make these parameters WholeShaped within the context."""
     made: list[weakref.ref[WholeShaped]] = []
     for param, shape in shapes.items():
         one: Any = param

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves torch.inference_mode: a later step cannot use what was made in it."""
+"""Leaves torch.inference_mode, because a later step cannot use tensors that were made in it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 class outside_inference(torch.inference_mode):
     """Context and decorator that leaves torch.inference_mode, and nothing else.
 
-    Each method through which a caller reaches the engine has it; generators leave it at each step.
+    It is on each public method that reaches the engine; generators leave it at each step.
     """
 
     def __init__(self, mode: bool = False):

@@ -115,9 +115,9 @@ def _fill_of(
         return _InitWeights(init_weights, module)
     where = name or "the model"
     raise ConfigurationError(
-        f"{where} (a {type(module).__name__}) is on the meta device, and nothing says which values "
-        f"its {unfilled[0]} has; give the class a reset_parameters() that fills it, or build the "
-        "model on a device"
+        f"{where} (a {type(module).__name__}) is on the meta device and cannot fill its "
+        f"{unfilled[0]}; give the class a reset_parameters() that fills it, or build the model on "
+        "a device"
     )
 
 
@@ -143,10 +143,10 @@ def _allocate(
 def _fill(
     module: nn.Module, name: str, fill: Fill, own: Sequence[str], device: torch.device
 ) -> None:
-    """Let `fill` give the tensors `own` of `module` their values; refuse one that it leaves out.
+    """Let `fill` set the tensors `own` of `module`; refuse a tensor that it does not fill.
 
-    Unfilled floats stay NaN. Other dtypes have no such value: then, and where NaN is left, `fill`
-    runs again over other memory with the same random numbers, and a difference is a gap.
+    Floats are NaN before. Other dtypes have no such value. For them, and if a NaN remains, `fill`
+    runs again with the same random numbers over other values: those that then differ are unfilled.
     """
     generators = _generator_states(device)
     first = _filled(module, fill, own, device, is_again=False)
@@ -172,7 +172,7 @@ def _fill(
 def _filled(
     module: nn.Module, fill: Fill, own: Sequence[str], device: torch.device, is_again: bool
 ) -> dict[str, torch.Tensor]:
-    """The tensors `own` of `module`, which `fill` gives their values over memory of this turn."""
+    """Fill the tensors `own` of `module` and return them; their values before depend on the run."""
     for key in own:
         tensor = getattr(module, key).data
         usual, mark = (0, torch.nan) if _can_be_nan(tensor) else (43, 84)

@@ -28,9 +28,9 @@ _HELD = "asynchzp_held"
 def guarded_optimizer(
     new_optimizer: NewOptimizer, trained: Sequence[TrainedFragment], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `trained`, and refuse calls that would do less than they say."""
+    """Build the optimizer of `trained`; it refuses calls that would work on parts alone."""
     named = [(part.name, part.param) for part in trained]
-    if not named:  # a reference or a teacher, which torch's optimizers refuse
+    if not named:  # a frozen model; torch's optimizers refuse an empty list
         named = [("nothing", nn.Parameter(torch.zeros(0, device=device)))]
     with whole_shapes({part.param: part.shape for part in trained}):
         optimizer = new_optimizer(named)
@@ -47,18 +47,18 @@ def guarded_optimizer(
     known = {param for _, param in named}
     if any(param not in known for group in optimizer.param_groups for param in group["params"]):
         raise ConfigurationError(
-            "the optimizer has parameters that shard() did not hand over; make it of the pairs "
-            "that its function is called with, and another one for what is not in the model"
+            "the optimizer has parameters that shard() did not hand over. Make it of the pairs "
+            "that its function gets, and another optimizer for parameters outside of the model"
         )
     if trained:
         refuse_optimizer(optimizer)
     attributes = cast("Any", optimizer)
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so nobody "
-            "sees its steps; call it there, as super().__init__(params, defaults)"
+            f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so its "
+            "steps have no hooks. Call super().__init__(params, defaults)"
         )
-    attributes._patch_step_function()  # where the class has replaced what torch calls
+    attributes._patch_step_function()  # in case that the class defines this method itself
     attributes.add_param_group = _refuse_new_group
     attributes.__reduce_ex__ = refuse_copies
     held = [(part.name, part.held.start, part.held.stop) for part in trained]
@@ -69,7 +69,7 @@ def guarded_optimizer(
 
 
 def make_states_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Give the states that a training loop computed from parameters the class of torch's own."""
+    """Make states plain tensors, if a training loop computed them from parameters."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, ShardTensor):

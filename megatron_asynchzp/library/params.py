@@ -32,14 +32,14 @@ def refuse_copies(_protocol: int) -> Any:
 def _convert(
     model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """In the place of `model._apply`, which torch's conversions (to, float, cuda, ...) call."""
+    """Replace `model._apply`, which torch's conversions (to, float, cuda, ...) call."""
     for name, param in model.named_parameters():
         sample = torch.empty(0, dtype=param.dtype, device=param.device)
         converted = fn(sample)
         if (converted.dtype, converted.device) != (sample.dtype, sample.device):
             raise ConfigurationError(
-                f"{name} is sharded as {sample.dtype} on {sample.device}, which cannot be changed "
-                "any more; convert or move the model before shard()"
+                f"{name} is sharded as {sample.dtype} on {sample.device}, and cannot change any "
+                "more; convert or move the model before shard()"
             )
     for module in model.modules():
         for key, buffer in module._buffers.items():
@@ -48,7 +48,7 @@ def _convert(
 
 
 class _NoDDP:
-    """Refuses DistributedDataParallel when it reads which names it has to leave out."""
+    """Refuses DistributedDataParallel, which reads this list of names to ignore."""
 
     def __iter__(self) -> Iterator[str]:
         raise ConfigurationError(
@@ -159,12 +159,12 @@ class ShardedParams:
         )
 
     def load(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Take this rank's part of whole `values` of a parameter, while nothing is in flight."""
+        """Load this rank's part of whole `values` of a parameter; nothing may be in flight."""
         self._load(*self._places[param], values)
 
     @outside_inference()
     def _load(self, unit: HZPUnit, index: int, values: torch.Tensor) -> None:
-        """Take this rank's part of `values`, which is whole, or its part already."""
+        """Load this rank's part of `values`, which are whole or already this part."""
         held, own = unit.model_param.elements_of(index)
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]

@@ -23,14 +23,14 @@ from megatron_asynchzp.errors import ConfigurationError
 
 _ASYNC_SAVE = inspect.unwrap(checkpoint.async_save).__code__  # pyright: ignore[reportPrivateImportUsage]
 _ONLY_SAVED = (
-    "a rank has a part of this parameter, for torch.distributed.checkpoint to save and load alone, "
-    "or for its async_save in a thread with torch's own stager; take whole values from "
+    "a rank has only a part of this parameter, which torch.distributed.checkpoint can save and "
+    "load, and its async_save with a thread and torch's own stager. Take whole values from "
     "sharded.full_params()"
 )
 
 _OWN_GROUP = (
-    "the thread of async_save would send in the default process group while the next step does, "
-    "and ranks could take one for the other; make a group once, "
+    "async_save's thread and the next step would use the default process group at the same time, "
+    "and their messages could be mixed up. Make a group once, "
     'group = dist.new_group(backend="gloo"), and call async_save(..., process_group=group)'
 )
 
@@ -38,9 +38,9 @@ _OWN_GROUP = (
 def _refuse_unless_staged() -> None:
     """Refuse any caller but async_save, in a process group of its own.
 
-    [Note: staged] async_save makes an empty tensor like each of the state's, on the CPU, and copies
-    the attributes. torch tells its stager neither that nor the process group in which its thread
-    sends later, so both are read from its stack frame.
+    [Note: staged] async_save stages each tensor: it makes an empty one like it on the CPU, and
+    copies the attributes. Neither call says that async_save made it, or in which process group its
+    thread will send, so both are read from its stack frame.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _ASYNC_SAVE:
@@ -129,7 +129,7 @@ class ShardedState(torch.Tensor):
 
 
 NOT_THERE = "not there yet"
-"""What a checkpoint has in place of a state that there is not."""
+"""A checkpoint's placeholder for a state that the optimizer does not have yet."""
 
 
 class AbsentState(ShardedState):

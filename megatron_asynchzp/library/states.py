@@ -96,18 +96,18 @@ def may_send_early(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig) -
 
 
 def creates_states_in_first_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the first step is known to make all states that there are to be."""
+    """Return whether the optimizer is known to make all its states in its first step."""
     return type(optimizer) in _OF_TORCH
 
 
 def refuse_early_states(optimizer: torch.optim.Optimizer, param: nn.Parameter, name: str) -> None:
-    """Refuse a caller's state of `param` where torch's optimizer would then make none itself."""
+    """Refuse a state that the caller set before the first step, if it keeps torch from its own."""
     state = optimizer.state.get(param)
     if state and _COUNT not in state and type(optimizer).__name__ in _COUNTING.split():
         raise ConfigurationError(
             f"sharded.optimizer.state of {name} has {sorted(state)[0]!r} before its first update, "
-            f"where {type(optimizer).__name__} would take it for a state of its own and make none. "
-            "Keep it in a dict of your own, or set it after the first step"
+            f"so {type(optimizer).__name__} would not make its own states. Keep it in your own "
+            "dict, or set it after the first step"
         )
 
 

@@ -37,7 +37,7 @@ def problem_of_values(
     targets: list[tuple[list[str], torch.Tensor]],
     values: Mapping[str, Any] | None,
 ) -> str | None:
-    """Why `values` are not those of `model`, whose loadable_tensors are `targets`."""
+    """Return why `model`, whose loadable_tensors are `targets`, cannot load `values`, or None."""
     if values is None:
         return f"the source rank has no values; {_WHOLE} there"
     given = set(values)
@@ -51,8 +51,8 @@ def problem_of_values(
         for other in found[1:]:
             if not _are_same(values[other], first):
                 return (
-                    f"{found[0]} and {other} are one tensor in the model, and have other values "
-                    "there; build the model with weights of their own, or leave one of them out"
+                    f"{found[0]} and {other} are one tensor in the model, but have different "
+                    "values here; build the model with separate weights, or leave one of them out"
                 )
     empty = {name for name, buffer in model.named_buffers() if not buffer.numel()}
     known = {name for names, _ in targets for name in names} | empty

@@ -122,7 +122,7 @@ def _describe(kinds: list[tuple[list[int], Settings]], spelt: Callable[[str], st
     names = list(dict.fromkeys(name for _, settings in kinds for name in settings))
     differing = [name for name in names if len({settings.get(name) for _, settings in kinds}) > 1]
     if not differing:
-        return "the settings of the ranks have another order"
+        return "the ranks have the same settings in different orders"
     first, *rest = differing
     ranks_of: dict[str, list[int]] = {}
     for ranks, settings in kinds:

@@ -10,8 +10,8 @@ import torch
 
 from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap, overlap
 
-# Half a second together, because a busy machine may not run the backend's thread at once. Only a
-# view that is really kept costs it, once for each kind of unit.
+# Half a second in all: a busy machine may not run the backend's thread at once. Only a view that is
+# kept costs all of it, once for each kind of unit.
 _VIEW_CHECK_PAUSES_S = [0.002 * 2**index for index in range(8)]
 
 
@@ -59,7 +59,7 @@ class Place:
 class Arena(MemoryMap[Any]):
     """A memory map with memory: users of any size and dtype hold places in one allocation.
 
-    Only the main thread calls. If all sizes are multiples of 128 bytes, all places are aligned so.
+    Only the main thread calls. If all sizes are multiples of 128 bytes, so are all addresses.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Arena(MemoryMap[Any]):
             return place
         place = self._places.get((extent[0], kind))
         if place is None:
-            # With dlpack, because views of a view would count for all places of the arena.
+            # dlpack gives the place its own torch storage, whose views can be counted.
             storage = torch.from_dlpack(self.bytes_at(extent).view(dtype))
             place = self._places[extent[0], kind] = Place(extent, storage)
         place.ready = self.pop_last_users(extent)
@@ -119,7 +119,7 @@ class Arena(MemoryMap[Any]):
     def _allocate(self, region: Extent) -> None:
         nbytes = region[1] - region[0]
         self._memory[region] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # The allocator's previous user of this memory may still run on the current stream.
+        # Work of the memory's previous owner may still run on the current stream.
         if (event := self._record_event()) is not None:
             self.note_last_user(region, event)
 

@@ -22,10 +22,10 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.versions import TORCH
 
 _REAL_NBYTES = 1 << 24
-_TORCH_NAMES = "_hash_ranks_to_str"  # names a group whose ranks alone create it
+_TORCH_NAMES = "_hash_ranks_to_str"  # torch's function that names locally created groups
 
 
-# Compared by identity: without communicators all groups of a rank would be equal.
+# Compared by identity: in a simulation without communicators all fields may be equal.
 @dataclass(frozen=True, eq=False)
 class ShardGroups:
     """The axes of a topology with their communicators, innermost axis first.
@@ -71,8 +71,8 @@ class ShardGroups:
     def connect(self, device: torch.device) -> None:
         """Run each operation of every communicator once. Collective over the sharding group.
 
-        NCCL makes a communicator in its first collective, and connects and takes memory in the
-        first of each kind and size: now, not in the middle of the first step.
+        NCCL creates a communicator in its first collective, and connects and allocates in the first
+        of each kind and size. That is to happen now, not in the middle of the first step.
         """
         gathers = dict.fromkeys(axis.group for axis in self.optim_gather_axes)
         reductions = dict.fromkeys(axis.group for axis in self.all_reduce_axes)
@@ -161,7 +161,7 @@ def _of_real_size(
     return whole, torch.zeros(numel, device=device)
 
 
-# How often groups were created of each sharding group; the same number on all its ranks.
+# The number of calls of `create` for each sharding group, equal on all its ranks.
 _created: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
 

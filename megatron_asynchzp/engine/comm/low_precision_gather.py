@@ -101,7 +101,7 @@ class _Fp8Part:
         return rows.repeat_interleave(side, 0).reshape(-1)[before : before + numel]
 
     def _bands(self, piece: slice) -> tuple[slice, int, int, int]:
-        """Locate a piece: its rows of blocks, elements in them before it, its own, columns."""
+        """Return a piece's rows of blocks, its offset in their elements, its numel and columns."""
         side, columns = self.grid.side or 1, self.shape[1]
         first, numel = self.first + piece.start - self.place.start, piece.stop - piece.start
         band = side * columns
@@ -110,7 +110,7 @@ class _Fp8Part:
 
 
 def _infinite_for_nan(amax: torch.Tensor) -> torch.Tensor:
-    """Return `amax` in fp32 without NaN, which not every maximum of two numbers keeps."""
+    """Return `amax` in fp32 with inf for NaN, because not every maximum keeps a NaN."""
     return amax.float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 

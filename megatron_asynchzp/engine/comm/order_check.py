@@ -78,7 +78,7 @@ class OrderCheck:
             last = yield from all_reduce_steps(extremes, self._in_step, dist.ReduceOp.MAX)
             if self._crossing:
                 yield from finished(last)
-                # A difference within a group remains a difference: 1 here, 0 elsewhere.
+                # 1 in a group whose ranks differ, else 0: the comparison of groups finds this.
                 extremes[:, 0] = (extremes[0, 0] != -extremes[1, 0]).to(torch.int64)
                 last = yield from all_reduce_steps(extremes, self._crossing, dist.ReduceOp.MAX)
             return followed_by(last, lambda: answer.copy_(extremes, non_blocking=True))
@@ -86,7 +86,7 @@ class OrderCheck:
         self._task = self._submit(steps)
 
     def wait(self) -> None:
-        """Wait until the comparison has freed its communicators; a device orders them by itself."""
+        """Wait until the comparison no longer uses its communicators; needed only on a CPU."""
         if self._task is not None and not self._driver.device.runs_ahead:
             self._task.wait()
 

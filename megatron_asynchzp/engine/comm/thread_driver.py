@@ -13,7 +13,7 @@ from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES, Timeline
 from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
 
-# After a failure, for all threads together: a backend's call may never return.
+# After a failure wait no longer for the threads: a call of the backend may never return.
 _ABANDON_S = 5.0
 # The main thread waits longer than the limit, because a lane's message is more exact.
 _MARGIN_S = 1.0

@@ -71,9 +71,9 @@ class Timeline:
     """Records spans. Any thread may call `add` (list.append is atomic), the main thread the rest.
 
     Only training steps are timed: all on a CPU, one in `every` on a device that runs ahead, where a
-    mark is an event in a stream. A device's step is timed from the end of the last step's
-    computation, after which the updated parameters are sent: a host that waits there for the
-    device, or a collective that waits for its turn, would hide them from every later wait.
+    mark is an event in a stream. On a device the timing of a step begins at the end of the last
+    step's computation, so that it includes the sends of updated parameters. If the host waits for
+    the device between the steps, no later wait would show the time of these sends.
     """
 
     def __init__(self, device: Device, every: int = 1):
@@ -128,7 +128,7 @@ class Timeline:
         if self._is_in_step:
             if self._spans and self._is_timed(self._step):
                 self._folding.append(self._spans)
-            self._spans = []  # also those that end after their step
+            self._spans = []  # drops spans that end after their step, too
             self._is_in_step = False
         while self._folding and all(self.device.has_passed(s.end) for s in self._folding[0]):
             spans = self.in_seconds(self._folding.pop(0))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which units a model chunk has sent before the update that makes them."""
+"""Owns which units a model chunk has sent before their update."""
 
 from collections.abc import Hashable
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable
 class EarlyUnits[Unit: Hashable]:
     """Units that were sent early, and whether a step may send more.
 
-    Until their update has come their parameter shards hold what belongs to the next step.
+    Until the update their parameter shards already hold the values of the next step.
     """
 
     def __init__(self) -> None:

@@ -25,5 +25,5 @@ def aligned_nbytes(nbytes: int) -> int:
 
 
 def room_nbytes(units_nbytes: Iterable[float]) -> float:
-    """Return the device memory for updating units whose states on the host take `units_nbytes`."""
+    """Return the device memory to update units with `units_nbytes` of states on the host."""
     return NUM_PLACES * max(units_nbytes, default=0)

@@ -18,9 +18,9 @@ LARGE_GRAD_NBYTES = 2**20
 
 
 def reduction_nbytes(numel: int, axis_sizes: Sequence[int], wire_nbytes: int = FP32_NBYTES) -> int:
-    """Return the bytes in which `numel` fp32 elements are reduce-scattered, axis by axis.
+    """Return the bytes that a reduce-scatter of `numel` fp32 elements, axis by axis, needs.
 
-    They are the elements, each axis's result, and a copy if `wire_nbytes` is not 4.
+    It needs the elements, each axis's result, and a copy if `wire_nbytes` is not 4.
     """
     total = FP32_NBYTES * numel
     if axis_sizes and wire_nbytes != FP32_NBYTES:
@@ -32,7 +32,7 @@ def reduction_nbytes(numel: int, axis_sizes: Sequence[int], wire_nbytes: int = F
 
 
 def grads_before_added_nbytes(sizes: Mapping[int, int]) -> int:
-    """Return autograd's own bytes, given how many gradients have which size.
+    """Return the peak bytes of autograd's own gradients; `sizes` counts them by their bytes.
 
     Each large gradient is added to main_grad at once, the small ones when all of them exist.
     """
@@ -46,7 +46,7 @@ class UnitInFlight:
 
     layer: str  # equal for units needed at the same time; "" for a unit needed around all layers
     params: int  # gathered parameters; 0 if they are never sharded
-    grads: int  # reducing the largest piece of its gradients in fp32; 0 if it is not reduced
+    grads: int  # to reduce the largest piece of its gradients in fp32; 0 if it is not reduced
     own_grads: int  # all its gradients as autograd makes them
     num_pieces: int  # pieces in which its gradients are reduced
     is_seated: bool = False  # whether its parameters have a seat (seats.py)
@@ -111,7 +111,7 @@ def _merged(units: Sequence[UnitInFlight]) -> UnitInFlight:
 
 
 def _neighbours_nbytes(layers: Sequence[int], most: int) -> int:
-    """Return the most bytes of consecutive layers, of each size at most `most`.
+    """Return the largest sum over consecutive layers with at most `most` layers of each size.
 
     E L L L L E, most 2:       E L L | L L | L L E            so E + 2 L
     """
@@ -181,7 +181,7 @@ def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
 
 
 def units_gathered_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
-    """Map units of layers with several units to those gathered with them, by index."""
+    """Map each unit that shares a layer to the units gathered at the same time, by index."""
     gathered = [index for index, unit in enumerate(units) if unit.params and not unit.is_seated]
     around = [index for index in gathered if not units[index].layer]
     layers: dict[str, list[int]] = {}

@@ -14,9 +14,9 @@ class MemoryMap[User]:
 
         | root | layer 3 |       free       | layer 2 |
 
-    `hold` returns the first free part that is large enough, seen from one end. Users of different
-    sizes start at opposite ends, so free memory stays in one piece. The result depends on the order
-    of calls alone.
+    `hold` searches free parts from the bottom or from the top and returns the first that is large
+    enough. Users of different sizes start at opposite ends, so free memory stays in one piece. The
+    result depends on the order of calls alone.
     """
 
     def __init__(self, nbytes: int = 0):
@@ -44,7 +44,7 @@ class MemoryMap[User]:
         return region
 
     def hold(self, nbytes: int, from_top: bool = False) -> Extent | None:
-        """Hold `nbytes`, seen from one end; return None if no free part is large enough."""
+        """Hold `nbytes` of the first free part that is large enough; return None without one."""
         start = first_fit(self._regions, self._held, nbytes, from_top)
         if start is None:
             return None
@@ -102,10 +102,10 @@ class MemoryMap[User]:
 def first_fit(
     regions: Sequence[Extent], held: Sequence[Extent], nbytes: int, from_top: bool = False
 ) -> int | None:
-    """Return the start of `nbytes` in the first free part of `regions` that has them, else None.
+    """Return the start of the first `nbytes` that are free in `regions`, or None.
 
-    Seen `from_top`, they are the last `nbytes` of the highest such part. `held` is sorted, each
-    extent within a region.
+    With `from_top` they are the last `nbytes` of the highest free part that is large enough.
+    `held` is sorted, each extent within a region.
     """
     free: list[Extent] = []
     for start, stop in regions:

@@ -36,7 +36,7 @@ class GradPiece:
     part: Range  # in coordinates of a shard
     numel: int  # over all shards
     copies: tuple[ParamCopy, ...]
-    gaps: tuple[Range, ...]  # padding; not empty
+    gaps: tuple[Range, ...]  # padding between the copies; no range is empty
 
 
 def piece_length(padded_numel: int, num_shards: int, slot_nbytes: int) -> int:

@@ -12,8 +12,8 @@ def kept_gaps[User](
 ) -> frozenset[int]:
     """Return the positions in `uses` after which the user stays in memory until its next use.
 
-    This is Belady's rule on the gaps between two uses of a user: above the budget, the gap that
-    ends last goes. For users of equal size no choice keeps more. A gap with nothing in between
+    This is Belady's rule on the gaps between two uses of a user: above the budget, drop the gap
+    that ends last. For users of equal size this is optimal. A gap between two successive uses
     takes no memory, unless `counts_own`.
 
     Args:

@@ -36,12 +36,12 @@ class CallEngine(Protocol):
 class _Call:
     """A call of a module, and the begin and end of its backward.
 
-    [Note: after backward] Each input tensor is handed on as a view, the oldest node of the module's
-    graph. Autograd runs the youngest ready node first (AccumulateGrad before all), so the gradients
-    of the module's parameters exist before the view's is complete. A module that writes into its
-    input in place leaves that node out of the graph; then the gradient of the tensor before the
-    view tells it. Tensors in containers have the hook themselves, because the module may write into
-    the container.
+    [Note: after backward] The module gets a view of each input tensor, so the view is the oldest
+    node of the module's graph. Autograd runs the youngest ready node first (AccumulateGrad before
+    all), so the gradients of the module's parameters exist before the view's is complete, whose
+    hook ends the module's backward. If a module writes into its input in place, the view's node is
+    not in the graph, so the input tensor has the hook too. So have tensors in containers, of which
+    no view is made, because the module may write into the container.
     """
 
     def __init__(self, runtime: CallEngine, units: list[HZPUnit]):
@@ -77,16 +77,16 @@ class _Call:
         if value.layout is not torch.strided or value.is_nested:
             return value
         view: Any = value.view_as(value)
-        if type(value) is torch.Tensor:  # another class keeps its own there
+        if type(value) is torch.Tensor:  # other classes have attributes of their own
             view.__dict__ = value.__dict__
         if value.is_leaf and any(unit.is_seated for unit in self._units):
-            # A graph gives memory that it, or another one, writes again.
+            # The gradient is in memory of a CUDA graph, which a later replay overwrites.
             view.register_hook(torch.clone)
         view.register_hook(self.end_backward)
         return view
 
     def _watch(self, tensor: torch.Tensor) -> None:
-        # Hooks of a leaf, which the caller may keep for ever, would become more and more.
+        # The caller may keep a leaf for ever, and it would collect more and more hooks.
         if not tensor.is_leaf:
             _before_grad_of(tensor, self.end_backward)
 
@@ -109,7 +109,7 @@ def _before_grad_of(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
 
 def _carries_grad(value: Any) -> bool:
     carries = isinstance(value, torch.Tensor) and value.requires_grad
-    return carries and not isinstance(value, nn.Parameter)  # asked last, for it costs more
+    return carries and not isinstance(value, nn.Parameter)  # last, because it costs most
 
 
 def attach_call_hooks(
@@ -124,7 +124,7 @@ def attach_call_hooks(
 
 
 def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: CallEngine) -> SimpleNamespace:
-    """Do the same for a module whose class calls a captured graph, which no hook of torch sees.
+    """Attach the hooks to a module whose class calls a captured graph, past torch's own hooks.
 
     The result is a handle like torch's.
     """
@@ -138,7 +138,7 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: CallEngine) -> 
             return kind.__call__(self, *args, **kwargs)
         if self.training and captured:
             _refuse_other_inputs(units[0].name, _inputs_of(args, kwargs), captured)
-        # A graph has training's dropout and counters.
+        # The graph was captured in training, with dropout and counters.
         method = kind.__call__ if self.training else nn.Module.__call__
         return called(module, partial(method, self), before, after, args, kwargs)
 

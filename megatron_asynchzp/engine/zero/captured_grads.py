@@ -61,13 +61,13 @@ class CapturedGrads:
         self._places = {place: memory for place, memory in self._places.items() if place in kept}
 
     def begin(self, unit: HZPUnit) -> None:
-        """Begin the backward of `unit`, or go on with it, which adds to its places."""
+        """Begin or continue the backward of `unit`, which adds to its places."""
         if unit not in self._captured:
             return
         place = self._place_of[unit]
         if (holder := self._holders.get(place)) is unit:
             return
-        if holder is not None:  # its input has no gradient, so nothing says when it is done
+        if holder is not None:  # its input has no gradient, so no hook has ended its backward
             self._displaced[holder] = self._places[place].clone()
         self._holders[place] = unit
         if (displaced := self._displaced.pop(unit, None)) is None:
@@ -76,7 +76,7 @@ class CapturedGrads:
             self._places[place].copy_(displaced)
 
     def take(self, unit: HZPUnit) -> None:
-        """Read the gradients of `unit`, whose backward is done, before that of another begins."""
+        """Read the gradients of `unit` after its backward, before another unit uses its place."""
         place = self._place_of.get(unit)
         if place is not None and self._holders.get(place) is unit:
             del self._holders[place]
@@ -85,7 +85,7 @@ class CapturedGrads:
             self._add(unit, displaced)
 
     def give(self, unit: HZPUnit) -> None:
-        """Give `unit` the gradients that captured backwards leave there: all are written."""
+        """Give the parameters of `unit` the gradients that captured backwards left in its place."""
         if unit in self._captured:
             self._add(unit, self._places[self._place_of[unit]])
 

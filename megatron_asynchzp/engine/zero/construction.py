@@ -147,8 +147,8 @@ class Construction:
             for part in sharded.parts:
                 self._sharded[part.param] = sharded
                 self._hide(part, part.values.new_full((), float("nan")))
-            # A module frees whole parameters between the parts that stay. Without this the process
-            # comes to hold the whole model.
+            # The freed whole parameters lie between parts that stay. Without this call the process
+            # would keep the memory of the whole model.
             return_freed_memory(sharded.parts[0].values.device)
 
     def _can_shard(self, param: nn.Parameter) -> bool:
@@ -172,14 +172,14 @@ class Construction:
             self._classes[part.kind] = new_guarded_class(part.kind, self._answer)
         part.param.__class__ = self._classes[part.kind]
 
-    # ---- what happens to modules before they are units
+    # ---- conversions and uses before modules become units
 
     def _convert(
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
         """Convert the parts too, in place of `module._apply` (bfloat16(), cuda(), ...)."""
         parts = [part for sharded in self._modules[module] for part in sharded.parts]
-        # As it is called now: adapters are wrapped around layers that are complete.
+        # The present names: adapters may have wrapped complete layers since.
         names = {param: name for name, param in module.named_parameters()}
         for part in parts:
             part.values = fn(part.values)
@@ -240,7 +240,7 @@ class Construction:
         return shard
 
     def close(self) -> None:
-        """Gather what no unit has taken, and let go of all modules. Collective."""
+        """Gather all parameters that no unit took, and restore the modules. Collective."""
         for sharded in dict.fromkeys(self._sharded.values()):
             self._unshard(sharded, OTHER_UNITS)
         for module in self._modules:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a model chunk sends before the update in this step, up to the verdict of the update."""
+"""Owns a chunk's sends before the update of a step, until the update confirms or refutes them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class _EarlySend:
     grads: Task
     # See HZPUnit.preview_param_steps.
     update: Callable[[torch.Tensor], None]
-    # Sends what `update` makes; None until it is submitted.
+    # Sends the result of `update`; None until it is submitted.
     task: Task | None = None
     # Whether the gradient changed after `update` had read it.
     is_outdated: bool = False
@@ -35,7 +35,7 @@ class EarlySends(EarlyUnits[HZPUnit]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Computes what the optimizer is going to make of a unit; None: no unit is sent early.
+        # Computes the coming update of a unit; None: no unit is sent early.
         self.early_update: EarlyUpdate | None = None
         self._room = BackwardRoom()
         self._sends: dict[HZPUnit, _EarlySend] = {}

@@ -33,7 +33,7 @@ def is_elementwise(optimizer: object) -> bool:
 
 
 class EarlyUpdate:
-    """Lets units be sent before the update that makes them.
+    """Computes the updates of units before the optimizer's step, so that they can be sent early.
 
     [Note: early update] An optimizer that clips begins after backward, because the factor needs the
     last gradient. Most steps clip nothing: their factor is exactly 1. So once a unit's gradient is
@@ -80,7 +80,7 @@ class EarlyUpdate:
         return self.is_forced or not is_vain or step - recent[-1] >= _UNTIL_NEXT_TRIAL
 
     def note_outcome(self, step: int, did_stand: bool) -> None:
-        """Note whether the update of step `step` made anything that a chunk had sent."""
+        """Note whether any early send of a chunk in step `step` equalled the update's result."""
         self._outcomes[step] = self._outcomes.pop(step, False) or did_stand
         while len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]
@@ -95,9 +95,9 @@ class EarlyUpdate:
             groups = optimizer.param_groups
             self._group_of = {param: group for group in groups for param in group["params"]}
             self._step = step
-        # One that no group has any more is not updated.
+        # A parameter that no group contains any more is not updated.
         of_params = [(param, self._group_of[param]) for param in params if param in self._group_of]
-        # Transformer Engine has more by parameter than the state: the scales of its moments.
+        # Transformer Engine also keeps the scales of moments in a table by parameter.
         attributes, tables = dict(vars(optimizer)), dict[str, _Table]()
         for name, table in attributes.items():
             if isinstance(table, dict):
@@ -177,6 +177,6 @@ def _step_on(
         clone.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, table)
     clone.param_groups = groups
     clone.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
-    # torch wraps the step of a class once, for hooks of all optimizers: they are not for a copy.
+    # torch wraps the step of a class to run its global hooks, which must not run for a copy.
     step: Any = kind.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(clone)

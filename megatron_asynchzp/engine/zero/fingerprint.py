@@ -9,7 +9,7 @@ import torch
 _WORD = torch.int32
 # Words at once: in the cache of a CPU; few kernels on a device.
 _AT_ONCE = {"cpu": 1 << 14}
-_AT_ONCE_ON_DEVICE = 1 << 18  # whose weights take 2 MiB, for good
+_AT_ONCE_ON_DEVICE = 1 << 18  # the weights permanently take 2 MiB
 _FACTOR = -7046029254386353131  # 2^64 over the golden ratio, odd
 
 

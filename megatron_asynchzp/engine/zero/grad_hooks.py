@@ -22,8 +22,8 @@ class GradHooks:
         self._accumulators: list[Any] = []
 
     def attach(self, unit: HZPUnit, take: Callable[[HZPUnit, int], None], takes_all: bool) -> None:
-        """Call `take` for each large gradient, or all, when complete; small ones come together."""
-        # Python's collector does not see a tensor's hooks, which would keep all process groups.
+        """Call `take` for each complete gradient that is large, or with `takes_all` for each."""
+        # Python's collector does not see a tensor's hooks: a strong reference would never be freed.
         alive = weakref.ref(unit)
 
         def hook_of(index: int) -> Callable[[torch.Tensor], None]:
@@ -38,7 +38,7 @@ class GradHooks:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
 
     def move_to_end(self, param: nn.Parameter) -> None:
-        """Let hooks that other code put on the gradient of `param` since find it there."""
+        """Move the engine's hook behind those that other code has added: they read the gradient."""
         if (handle := self._handles.get(param)) is not None:
             hooks = cast("Any", param)._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # torch calls them in the order of this dict

@@ -47,11 +47,11 @@ GRAD = cast("Any", torch.Tensor).grad.__get__
 """The gradient's getter."""
 SET_GRAD = cast("Any", torch.Tensor).grad.__set__
 DATA = (cast("Any", torch.Tensor).data.__get__, cast("Any", torch.Tensor).data.__set__)
-"""Getter and setter of the elements that no version counts."""
+"""Getter and setter of `data`; writes by it do not count in the tensor's version."""
 
 
 def new_guarded_class(kind: type, answer: Answer) -> type:
-    """Return a class like `kind`, whose uses, gradient included, `answer` gives."""
+    """Return a subclass of `kind` that calls `answer` for each use, also of the gradient."""
 
     def guard(
         _cls: type,

@@ -15,9 +15,9 @@ from megatron_asynchzp.engine.zero.tensors_within import memory_of, tensors_kept
 from megatron_asynchzp.errors import ConfigurationError
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those whose values fp32 main parameters and gradients hold without loss."""
+"""Dtypes whose values fp32 main parameters and gradients hold without loss."""
 _OWN_OPERATIONS = "__torch_dispatch__"
-"""What a class of tensors has of its own whose elements are not simply in its memory."""
+"""An attribute that a wrapper class of tensors defines, such as DTensor or a quantized one."""
 
 
 def titled_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -80,7 +80,7 @@ def _problem_of(param: nn.Parameter, allows_meta: bool) -> str | None:
 class _Memory(NamedTuple):
     start: int
     stop: int
-    is_dense: bool  # all of these bytes are its own
+    is_dense: bool  # whether its elements fill these bytes
     title: str
     is_trained: bool
 

@@ -44,25 +44,25 @@ class SavedViews:
     another unit's parameters: a silent wrong gradient. Packed as (unit, offset, shape, stride) it
     costs nothing and unpacks from the parameters gathered for backward.
 
-    The hooks cost microseconds for each tensor. Layers of Megatron and Transformer Engine save the
-    parameter itself, which needs no hook. So after a step in which autograd saved no view of a unit
-    the unit goes without, until a view is found when its memory is to be reused ([Note: views that
-    outlive the unit]). That needs backwards that begin at a known output (may_go_without).
+    The hooks cost microseconds for each tensor, and layers of Megatron and Transformer Engine save
+    the parameter itself, which needs no hook. So if autograd saved no view of a unit in a step, the
+    unit has no hooks from then on, until the engine finds a view in memory that it wants to reuse
+    ([Note: views that outlive the unit]). This is only possible if each backward begins at a known
+    output (may_go_without).
 
-    [Note: hooks of others] Torch applies the innermost hooks alone. If a program has hooks of its
-    own (save_on_cpu, say), the engine's come first and pass on each tensor that is no view of a
-    unit. So the program's hooks are joined with the engine's, around a unit, within it, or in a
-    recomputation. Each side pops its own: the program's may end within a unit, or after the unit in
-    which they began.
+    [Note: hooks of others] Torch applies only the innermost hooks. If a program has its own hooks
+    (such as save_on_cpu), the engine pushes joined hooks: they pack views of a unit, and pass every
+    other tensor to the program's. The program's hooks may begin and end around a unit, within it or
+    in a recomputation, in any order, so each side pops only its own.
     """
 
-    # Which hooks of others let pass, as long as they live.
+    # All living instances: joined hooks look for views of their units.
     all: ClassVar[tuple[ref["SavedViews"], ...]] = ()
 
     def __init__(self, on_missing: Callable[[HZPUnit], None], may_go_without: bool = True):
         self._on_missing, self._may_go_without = on_missing, may_go_without
         self._units_by_storage: dict[int, HZPUnit] = {}
-        self._storages: dict[int, StorageWeakRef] = {}  # in which a unit was gathered
+        self._storages: dict[int, StorageWeakRef] = {}  # all storages of gathered units
         self._watched: set[HZPUnit] = set()  # gathered for a forward of this step, under hooks
         self._with_views: set[HZPUnit] = set()
         self._without_views: set[HZPUnit] = set()
@@ -92,8 +92,8 @@ class SavedViews:
                 if not unit.is_always_unsharded:
                     raise ConfigurationError(
                         f"{unit.name} is called within torch.func's grad, vjp, jacrev or hessian, "
-                        "whose backward does not gather what is in shards: call these within its "
-                        "forward, or take torch.autograd.grad or torch.autograd.functional.jacobian"
+                        "whose backward does not gather shards. Call these within its forward, or "
+                        "use torch.autograd.grad or torch.autograd.functional.jacobian"
                     )
             return False
         sharded = (unit for unit in units if not unit.is_always_unsharded)
@@ -123,12 +123,12 @@ class SavedViews:
 
     def unit_of(self, tensor: torch.Tensor) -> HZPUnit | None:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return None  # a wrapper subclass has no storage of its own to ask
+            return None  # a wrapper subclass has no storage of its own
         if tensor.layout is not torch.strided:
             return None
         try:
             pointer = tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # torch.func's have none; a view in one keeps its memory all the same
+        except RuntimeError:  # tensors of torch.func have no storage, but still keep memory
             return None
         unit = self._units_by_storage.get(pointer)
         return unit if unit is not None and unit.is_gathered_at(pointer) else None
@@ -142,7 +142,7 @@ class SavedViews:
             return False
 
     def pack(self, tensor: torch.Tensor, checks_version: bool = True) -> "_Kept | SavedView":
-        """Return what autograd keeps of `tensor`; checks_version: refuse a written one later."""
+        """Return what autograd keeps; with `checks_version`, `unpack` refuses a later write."""
         unit = self.unit_of(tensor)
         if unit is None or unit.is_always_unsharded:
             return _Kept.of(tensor, checks_version)
@@ -177,8 +177,8 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor, checks_version: bool = True) -> "_Kept":
         # [Note: saved outputs] A node that saves its own output through hooks would hold a tensor
-        # that holds the node: a cycle that nothing collects where backward never runs. Autograd
-        # puts its own edges on the unpacked tensor.
+        # that holds the node, a cycle that is never freed if backward never runs. Autograd adds the
+        # node again to the unpacked tensor.
         version = tensor._version if checks_version else None
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
@@ -205,7 +205,7 @@ class _JoinedHooks:
     """The hooks of all engines for views of their units, and of the program for other tensors."""
 
     def __init__(self, theirs: Hooks | None, unit_views: SavedViews | None = None):
-        # Without them a tensor is kept as it is, see _Kept.
+        # The program's; None: tensors are kept as they are (_Kept).
         self.theirs = theirs
         # Pushed these hooks for a unit; None if the program pushed them.
         self.unit_views = unit_views
@@ -213,7 +213,7 @@ class _JoinedHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         for known in SavedViews.all:
             if (views := known()) is not None and views.is_view(tensor):
-                # A checkpoint computes again, with the parameters of then.
+                # A checkpoint recomputes from the parameters of that time, written or not.
                 is_kept = (
                     self.theirs is None or self.theirs[0].__module__ != "torch.utils.checkpoint"
                 )
@@ -271,7 +271,7 @@ def _pop_theirs() -> None:
 
 @contextmanager
 def _disable_within_a_unit(message: str) -> Generator[None]:
-    """Let torch.func compute gradients within a unit, unseen by hooks; replaces torch's."""
+    """Let torch.func run within a unit: pop the engine's hooks meanwhile; replaces torch's."""
     ours: list[SavedViews] = []
     while (top := _top_hooks()) is not None and isinstance(
         owner := getattr(top[0], "__self__", None), SavedViews

@@ -41,8 +41,8 @@ _WRITTEN, _WRITTEN_IN_USE = (
     "with model.load_state_dict()",
 )
 _NOT_AS_SENT = (
-    "step {}: {} was sent before the update, which made something else of it: gradients, states or "
-    "settings of the optimizer were changed otherwise than by clipping; set early updates off "
+    "step {}: {} was sent before the update, whose result differs, because code changed gradients, "
+    "states or settings of the optimizer otherwise than by clipping. Switch early updates off "
     "(--asynchzp-early-update off)"
 )
 
@@ -137,7 +137,7 @@ class SentCheck:
             self._refuse(unit, unit.sent_record.was_written_in_use(), in_use=1)
 
     def check_unwritten_at_rest(self, with_content: bool) -> None:
-        """Check that no code set data between two steps, where parameters do not notice it."""
+        """Check that no code set param.data between two steps, which no hook notices."""
         for unit in () if self._is_enabled else self._units:
             if unit.sent_record.was_replaced_at_rest(with_content):
                 raise ConfigurationError(

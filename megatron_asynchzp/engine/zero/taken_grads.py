@@ -95,7 +95,7 @@ def given_grad(param: Any) -> torch.Tensor | None:
 
 
 def forget_grad(param: Any) -> None:
-    """Let the optimizer of `param` find no gradient, so that it leaves `param` as it is."""
+    """Remove the gradient of `param`, so that the optimizer does not update it."""
     param.grad = None
     if hasattr(param, "decoupled_grad"):
         param.decoupled_grad = None

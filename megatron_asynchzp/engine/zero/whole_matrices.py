@@ -69,7 +69,7 @@ def fill_rounds(numels: Sequence[int], owners: Sequence[int], limit: int) -> lis
 
 @dataclass(frozen=True, eq=False)
 class _Hop:
-    """The exchange along one axis, as this rank takes part in it."""
+    """This rank's part of the exchange along one axis."""
 
     axis: AxisGroup
     # Matrices whose pieces leave this rank, by the coordinate of their owner.

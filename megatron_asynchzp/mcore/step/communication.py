@@ -65,11 +65,11 @@ class Communication:
         self.driver.call_roll()
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
-        # The optimizer's, which there is only after the runtimes.
+        # Set by the optimizer, which is made after the runtimes.
         self.moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]] = lambda unit: ()
         self.budgets = KeepBudgets()
         self._reports = CommReports(self.driver)
-        # A model that is dropped takes its threads with it.
+        # When the model is collected, its threads end.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
         self._end.atexit = False
         # The last step's parameter shards are rebuilt in the background: peers wait for our part.

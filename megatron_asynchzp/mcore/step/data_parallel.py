@@ -145,10 +145,10 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                 raise
             raise ConfigurationError(
                 "--cuda-graph-impl local: a layer is called with other inputs than its graph was "
-                "captured with; keep the micro-batch size, the sequence length and what layers are "
-                "called with, or drop the flag"
+                "captured with. Keep the micro-batch size, the sequence length and the arguments "
+                "of layers, or drop the flag"
             ) from error
-        # Megatron empties the tensor that a stage has sent; a graph's would stay empty.
+        # Megatron empties a tensor that it has sent; a graph's output would stay empty.
         is_tensor = isinstance(output, torch.Tensor)
         return MakeViewlessTensor.apply(output, output.requires_grad) if is_tensor else output
 
@@ -160,7 +160,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     @override
     def zero_grad_buffer(self) -> None:
         if self.runtime.is_rehearsing:
-            return  # what a capture leaves of gradients is not the engine's
+            return  # gradients of a capture do not count
         self.runtime.zero_grads(self.communication.number_of_step())
         if self.runtime is self.communication.runtimes[0]:
             self.communication.begin_step(self.runtime.step)
@@ -174,7 +174,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
         self.runtime.sync_grads()
         if self.config.gradient_accumulation_fusion:
-            self._provide_main_grads()  # backward had the places of whole gradients there
+            self._provide_main_grads()  # in backward they were whole gradients
         self._check_grads()
 
     def _check_grads(self) -> None:
@@ -243,7 +243,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of this chunk, always strictly.
 
-        Otherwise Megatron would try again without strict, and train on with the values before.
+        Otherwise Megatron would try again without strict, and train on with the old values.
         """
         self.checkpoint.load_state_dict(state_dict)
 
@@ -260,7 +260,7 @@ def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
 
 
 def is_true_anywhere(mine: bool) -> bool:
-    """Return whether any rank says yes: a pipeline stage may have no experts."""
+    """Return whether `mine` is true on any rank: a pipeline stage may have no experts."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return any(everyone)
@@ -304,8 +304,8 @@ def shard_chunks(
 ) -> None:
     """Shard the wrapped chunks of this rank, as wrap_model_chunks does. Collective."""
     params = [param for chunk in chunks for param in chunk.parameters()]
-    # Megatron wraps on a stream of its own, which has waited for the default one. Parameters are
-    # memory of the default stream: freed while another one still copies them they could be reused.
+    # Megatron wraps on its own stream. Parameters are memory of the default stream: if freed while
+    # another stream still copies them, they could be reused. So work on the default stream.
     with device_of(params[0]).on_default_stream():
         if any(param.is_cpu for param in params):  # Megatron 0.19 moves nothing that it built there
             for chunk in chunks:
@@ -319,7 +319,7 @@ def shard_chunks(
             schedule, device_of(params[0]), settings.trace, settings.number_of_step
         )
         communication.budgets = KeepBudgets.of(schedule, communication.driver, device)
-        # From an accelerator Megatron's writer makes copies by itself.
+        # Megatron's writer itself copies tensors of an accelerator.
         takes_snapshots = settings.saves_beside_training and device.type == "cpu"
         if construction is not None:
             construction.note_whole(params)

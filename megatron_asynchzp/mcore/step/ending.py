@@ -71,7 +71,7 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
     try:
         communication.driver.raise_failure()
     except _LAST_WORDS as failure:
-        return str(failure)  # a thread saw it, and what the main thread met followed from it
+        return str(failure)  # a thread saw the cause of the main thread's error
     collective = collective_of(error)
     facts = [
         type(error).__name__,

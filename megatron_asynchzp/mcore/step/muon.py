@@ -214,5 +214,5 @@ def build_muon(
         if adam is not None:
             init_adam(adam, config)
 
-    # Adapters are matrices, all of them.
+    # If only adapters are trained, all parameters are matrices and there is no Adam.
     return [muon] if adam is None else [muon, adam], init_state

@@ -96,7 +96,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._host_states: HostStates | None = None
         if any(unit.is_on_host for unit in parameters.by_unit):
             self._host_states = HostStates(runtimes, optimizers[0], parameters.by_unit)
-        self._skip_unchanged = False  # what was sent before this step's update
+        self._skip_unchanged = False  # whether units that were sent early need no second send
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
             chunk.runtime.early_sends.early_update = self._early
@@ -187,7 +187,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
                 self._skip_update()
                 return False, grad_norm, num_zeros
             self._skip_unchanged = not self._is_clipped(grad_norm)
-            for chunk in self.model_chunks:  # an evaluation may have left some after the sync
+            for chunk in self.model_chunks:  # an evaluation may have gathered since the sync
                 chunk.runtime.await_readers()
             if self._host_states is not None:
                 self._host_states.update()
@@ -401,7 +401,7 @@ def get_asynchzp_optimizer(
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     is_muon = config.optimizer == "muon"
     if is_muon:
-        # Not above: it needs a package that runs with other optimizers need not have.
+        # Imported here, because it needs a package that only Muon uses.
         from megatron_asynchzp.mcore.step.muon import build_muon, muon_overrides
 
         config_overrides = config_overrides | muon_overrides()

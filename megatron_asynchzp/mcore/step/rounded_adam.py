@@ -59,7 +59,7 @@ class RoundedAdam(torch.optim.AdamW):
         tensors = (param, grad, state["exp_avg"], state["exp_avg_sq"])
         for chunk in zip(*(tensor.view(-1).split(_CHUNK) for tensor in tensors), strict=True):
             values, gradient, *stored = chunk
-            moments = [moment.float() for moment in stored]  # itself where it is fp32
+            moments = [moment.float() for moment in stored]  # the same tensor if it is fp32
             adam(
                 [values],
                 [gradient.float()],

@@ -36,7 +36,7 @@ def _wrap_plans(model: Any, runtime: HZPRuntime) -> None:
     def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
         plan = build(*args, **kwargs)
         seen: dict[Any, None] = {}
-        # In the order of forward; so nothing adds to a gradient after the first part with its unit.
+        # In the order of forward, so in backward the first part with a unit is its last user.
         for node, params, late, again in _needs(plan, model):
             late_too = units_of([*params, *late])
             completes = [unit for unit in late_too if unit not in seen]
@@ -53,9 +53,9 @@ _Params = list[nn.Parameter]
 def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params, _Params]]:
     """Yield each node that computes with parameters, and three lists of parameters.
 
-    They are those it computes with; those that another stream computes with later in its layer,
-    whose gradients are complete on the compute stream, for which autograd waits; and those with
-    which its backward recomputes the output of an earlier node.
+    First, the parameters that it computes with. Second, those with which another stream computes
+    later in its layer; autograd waits for their gradients, which are complete on the compute
+    stream. Third, those with which its backward recomputes the output of an earlier node.
     """
     embedding = _params(getattr(model, "embedding", None))
     final_norm = _params(model.decoder.final_layernorm)

@@ -257,8 +257,8 @@ WRONG_ARGUMENTS = {
     "one module": (arguments(units=lambda m: m.norm), "hand over a list"),
     "a tuple": (arguments(sizes=lambda m: (2, 2, 2)), "ShardSizes.param, grad, optim"),
     "an optimizer": (arguments(optimizer=lambda m: new_adamw(m.parameters())), "hand over what"),
-    "no function": (arguments(optimizer=lambda m: "adamw"), "hand over what makes it"),
-    "nothing": (arguments(optimizer=lambda m: None), "hand over what makes it"),
+    "no function": (arguments(optimizer=lambda m: "adamw"), "pass a function of this rank"),
+    "nothing": (arguments(optimizer=lambda m: None), "pass a function of this rank"),
     "no optimizer": (arguments(optimizer=lambda m: lambda _: 3), "optimizer returned a int"),
     "LBFGS": (
         arguments(optimizer=lambda m: lambda ps: torch.optim.LBFGS([p for _, p in ps])), "AdamW"
