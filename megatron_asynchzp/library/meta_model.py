@@ -86,7 +86,7 @@ def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
 
 
 class _InitWeights:
-    """Calls `init` with `module`, under the name that a message needs."""
+    """Calls `init` with `module`; has the name of `init`, for messages."""
 
     def __init__(self, init: Callable[[nn.Module], object], module: nn.Module):
         self._init, self._module = init, module
@@ -172,7 +172,7 @@ def _fill(
 def _filled(
     module: nn.Module, fill: Fill, own: Sequence[str], device: torch.device, is_again: bool
 ) -> dict[str, torch.Tensor]:
-    """Fill the tensors `own` of `module` and return them; their values before depend on the run."""
+    """Set the tensors `own` of `module` to a mark (another if `is_again`), fill and return them."""
     for key in own:
         tensor = getattr(module, key).data
         usual, mark = (0, torch.nan) if _can_be_nan(tensor) else (43, 84)

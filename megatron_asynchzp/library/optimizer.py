@@ -58,7 +58,7 @@ def guarded_optimizer(
             f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so its "
             "steps have no hooks. Call super().__init__(params, defaults)"
         )
-    attributes._patch_step_function()  # in case that the class defines this method itself
+    attributes._patch_step_function()  # again, as the class may have replaced it
     attributes.add_param_group = _refuse_new_group
     attributes.__reduce_ex__ = refuse_copies
     held = [(part.name, part.held.start, part.held.stop) for part in trained]
@@ -82,7 +82,7 @@ def watch_optimizers() -> None:
 
 
 def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Before a step of any optimizer of the process: its parameters are to have gradients."""
+    """Refuse a step of an optimizer of the model's own parameters, which have no gradients."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if (name := getattr(param, SHARDED_AS, None)) is not None:
@@ -94,7 +94,7 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> No
 
 
 def _refuse_other_parts(state: Mapping[str, Any], held: list[tuple[str, int, int]]) -> None:
-    """Before an optimizer's load_state_dict()."""
+    """Refuse a state of other parts; runs before an optimizer's load_state_dict()."""
     found = [tuple(part) for part in state.get(_HELD, ())]
     if found != held:
         whose = "of another rank or other sizes" if found else "of a model that is not sharded"

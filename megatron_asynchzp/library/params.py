@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a parameter of a sharded model answers while nothing computes with it."""
+"""Answers, or refuses, uses of a sharded model's parameters outside of computation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -169,7 +169,7 @@ class ShardedParams:
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
         part = part.to(own.device)
-        # A main_param that other ranks were not sent stays refused; none is written on the host.
+        # If other code wrote to main_param, its next use is still refused. On the host none can.
         sent = unit.sent_record
         is_as_sent = unit.is_trained and (unit.is_main_param_away or not sent.was_written())
         if unit.is_trained:

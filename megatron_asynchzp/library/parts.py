@@ -22,9 +22,9 @@ class Origin(NamedTuple):
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor computed from a rank's part of a parameter, or that a function wrote one to.
+    """A tensor that torch computed from a rank's part of a parameter, or wrote such values to.
 
-    torch.distributed.checkpoint would save the first rank's for all ranks, and refuses it.
+    It refuses torch.distributed.checkpoint, which would save the first rank's for all ranks.
     """
 
     origin: Origin

@@ -75,9 +75,9 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         for key, state in kinds.items():
             if state.per == "other":
                 raise ConfigurationError(
-                    f"{kind.__name__} keeps a state {key!r} of shape {state.shape} that is not "
-                    "one value per element of a parameter, which no checkpoint can have for other "
-                    "sizes. Take an optimizer that keeps one value per element"
+                    f"{kind.__name__} keeps a state {key!r} of shape {state.shape}, not one value "
+                    "per element of a parameter, so a checkpoint could not load into other sizes. "
+                    "Take an optimizer that keeps one value per element"
                 )
 
 
@@ -101,7 +101,7 @@ def creates_states_in_first_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_early_states(optimizer: torch.optim.Optimizer, param: nn.Parameter, name: str) -> None:
-    """Refuse a state that the caller set before the first step, if it keeps torch from its own."""
+    """Refuse a state of the caller with which torch's optimizer would create none itself."""
     state = optimizer.state.get(param)
     if state and _COUNT not in state and type(optimizer).__name__ in _COUNTING.split():
         raise ConfigurationError(

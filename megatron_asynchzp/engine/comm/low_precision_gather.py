@@ -92,7 +92,7 @@ class _Fp8Part:
         own.view(-1, wide // side)[bands] = _infinite_for_nan(blocks.abs().amax((1, 3)))
 
     def expand(self, block_values: torch.Tensor, piece: slice) -> torch.Tensor:
-        """Return for each element of a piece its block's value; one element for one block."""
+        """Return each element's block value; a single one if the weight is one block."""
         own = block_values[self.blocks]
         if self.grid.side is None:  # 1-D: torch would round a 0-dim tensor to bf16
             return own
@@ -101,7 +101,7 @@ class _Fp8Part:
         return rows.repeat_interleave(side, 0).reshape(-1)[before : before + numel]
 
     def _bands(self, piece: slice) -> tuple[slice, int, int, int]:
-        """Return a piece's rows of blocks, its offset in their elements, its numel and columns."""
+        """Return the rows of blocks that a piece touches, its offset in them, numel and columns."""
         side, columns = self.grid.side or 1, self.shape[1]
         first, numel = self.first + piece.start - self.place.start, piece.stop - piece.start
         band = side * columns
@@ -205,8 +205,8 @@ class Fp8Gather:
         messages = wire.view(len(self._fp8_parts), self.message_nbytes)
         for place, message in enumerate(messages):
             target = full[place * self._numel :][: self._numel]
-            # From front to back, each byte that is read writes two, which overwrites the message
-            # from byte `ahead` on before it is read.
+            # The message lies `ahead` bytes behind its target. Each byte that is read becomes two,
+            # so decoding overwrites bytes from `ahead` on before it reads them: copy these first.
             ahead = message.data_ptr() - target.data_ptr()
             late = message[ahead:].clone() if ahead < self._numel else message[self._numel :]
             ahead = min(ahead, self._numel)

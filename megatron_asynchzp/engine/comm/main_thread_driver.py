@@ -14,9 +14,9 @@ class MainThreadDriver(Driver):
 
     [Note: nothing behind a collective] CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for
     tensor and context parallelism, puts all streams into one queue, where a wait holds up all later
-    work. So work after a collective is put off until its results are needed, and a task that reads
-    results on their way is issued with the next task of their lane, after the computation of a
-    unit.
+    work. So work after a collective is put off until its results are needed. A task that reads the
+    results of another lane is issued just before that lane's next task, when a unit's computation
+    has passed.
 
         main         B u2 |             B u1 |             B u0 |
         reduce            | u2          |    | u1          |    | u0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 _AT_ONCE = 1 << 18  # elements
-# No integers of 8 bytes: their highest bit would count the same at every place.
+# Not int64: times any odd number its highest bit gives 2^63, so two such changes would cancel.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _GOLDEN = -7046029254386353131  # 2^64 over the golden ratio, odd
 _MIXERS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))  # SplitMix64's

@@ -19,8 +19,8 @@ _BITS = 8
 class Marks:
     """The marks of a unit, for its O range of `numel` elements (a multiple of 8).
 
-    Untrained parameters never count as changed. Without `writes_are_casts` (main_param is a view of
-    them) all count as changed; with it `write` alone writes them.
+    Untrained parameters never count as changed. With `writes_are_casts` only `write` changes
+    parameters. Without it main_param is a view of them, and all count as changed.
     """
 
     def __init__(self, numel: int, device: torch.device, is_trained: bool, writes_are_casts: bool):

@@ -73,7 +73,7 @@ class SentRecord:
         self._sent_fingerprint.copy_(fingerprint(values))
 
     def note_expected(self, is_as_sent: bool = False) -> None:
-        """Note the content of main_param that other ranks will have, or have if `is_as_sent`."""
+        """Note that other ranks should have main_param's content; `is_as_sent`: as last sent."""
         self._expected_fingerprint.copy_(
             self._sent_fingerprint if is_as_sent else self._fingerprint_now()
         )

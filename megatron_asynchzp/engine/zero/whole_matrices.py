@@ -44,7 +44,10 @@ Pieces = MutableMapping[Matrix, torch.Tensor]
 
 
 def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
-    """Return owners: the dearest piece first, to the least busy; 4/3 of the best (Graham 1969)."""
+    """Return the owners: each piece, the dearest first, goes to the owner with the least load.
+
+    The largest load is at most 4/3 of the optimum (Graham 1969).
+    """
     loads = [0.0] * num_owners
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -150,7 +153,7 @@ def _plan_hops(
 ) -> Iterator[_Hop]:
     for axis_group in reversed(axes):
         if not owner_of:
-            return  # so it is on all ranks along the axes that are left
+            return  # all ranks along the other axes return here, too
         axis = axis_group.axis
         by_coordinate: list[list[Matrix]] = [[] for _ in range(axis.size)]
         for matrix, owner in owner_of.items():

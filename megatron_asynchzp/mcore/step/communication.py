@@ -37,7 +37,7 @@ class Communication:
         number_of_step: Returns Megatron's number of the step that begins, None before there is one.
 
     Raises:
-        ConfigurationError: A budget is the device's free memory, and the device cannot tell it.
+        ConfigurationError: A budget is the device's free memory, on a device that does not know it.
     """
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
@@ -116,7 +116,7 @@ class Communication:
             self.budgets.params.take_free_memory(self.driver.device.left_nbytes() or 0)
 
     def kept(self) -> dict[str, tuple[int, int]]:
-        """Return how many gathers and reductions keeping saved in the last step, and its bytes."""
+        """Return how many gathers and reductions each budget saved last step, and its bytes."""
         params = None if self.budgets.params is None else self.budgets.params.residency
         return {
             kind: (residency.num_hits, residency.planned_nbytes)
@@ -192,7 +192,7 @@ class Communication:
                 communication.close()
 
 
-# For a rank that has heard of another's failure to report its own.
+# Time for a rank that knows of another's failure to meet and report its own.
 _SAYS_MORE_S = ANSWERS_WITHIN_S + 3.0
 
 

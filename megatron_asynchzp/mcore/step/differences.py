@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that some tested versions of megatron-core lack, and their replacements.
 
-A difference in a function that a patch replaces is in that patch.
+Differences between versions of a function that is patched are in its patch.
 """
 
 from collections.abc import Callable, Sequence

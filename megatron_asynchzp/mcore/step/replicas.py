@@ -37,7 +37,7 @@ def compare_replicas(
     Raises:
         ReplicasDiffer: On all ranks, with one message.
     """
-    # Only now: it imports Megatron, and a launch names ReplicasDiffer before that is checked.
+    # Imported here, because a launch needs ReplicasDiffer before it has checked Megatron.
     from megatron_asynchzp.mcore.start.units import units_by_groups
 
     differences: list[str] = []
@@ -84,7 +84,7 @@ def _differing(
     for axis_group in axes:
         index += axis_group.axis.coordinate * num_holders
         num_holders *= axis_group.axis.size
-    # A sum with zeros: these communicators reduce anyway, and have no memory for gathers.
+    # A sum with zeros in place of a gather, for which these communicators have no memory yet.
     table = own.new_zeros(num_holders, len(units) + 1)
     table[index, :-1], table[index, -1] = own, dist.get_rank()
     run_steps(all_reduce_steps(table.view(-1), axes))
