@@ -23,12 +23,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
-    "dry-run": Command("launch", "dry_run", "the memory of each rank that launch would start"),
-    "plan": Command("commands.plan", "main", "the fastest shard sizes for a model on a cluster"),
-    "migrate": Command("commands.migrate", "main", "what becomes of a training command of yours"),
-    "calibrate": Command("commands.calibrate", "main", "measure a cluster, within torchrun"),
-    "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
-    "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
+    "dry-run": Command("launch", "dry_run", "print the memory of each rank, start nothing"),
+    "plan": Command("commands.plan", "main", "find the fastest shard sizes on a cluster"),
+    "migrate": Command("commands.migrate", "main", "list what changes for your training command"),
+    "calibrate": Command("commands.calibrate", "main", "measure a cluster, under torchrun"),
+    "hf": Command("hf.__main__", "main", "convert checkpoints to Hugging Face and back"),
+    "inspect": Command("attention.inspect", "main", "tell whether a model needs PASA attention"),
 }
 
 

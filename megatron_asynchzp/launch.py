@@ -30,8 +30,8 @@ _SYNOPSIS = (
     "       asynchzp dry-run [torchrun options] SCRIPT [arguments of SCRIPT]"
 )
 _PURPOSE = """\
-Runs a Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, as it is, and adds to
-its flags:"""
+Runs an unmodified Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, with these
+further flags:"""
 
 
 def usage() -> str:

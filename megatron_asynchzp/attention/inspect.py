@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _REMEDY = "capture one with --asynchzp-capture-attention STEP:FILE"
 USAGE_FILE = """\
-FILE is what a run with --asynchzp-capture-attention STEP:FILE wrote, or what torch.save wrote of
+FILE comes from a run with --asynchzp-capture-attention STEP:FILE, or from torch.save of
 {layer: {"q": [B, H, S, D], "k": [B, G, T, D]}}."""
 
 
@@ -31,9 +31,9 @@ def main(argv: list[str]) -> int:
     parser = OneLineParser(
         prog="asynchzp inspect", description="Does this model need PASA attention? " + USAGE_FILE
     )
-    parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--json", type=Path, help="write every figure there, one line per head")
-    parser.add_argument("--picture", type=Path, help="write a heat map per layer there (PNG)")
+    parser.add_argument("file", type=Path, metavar="FILE", help="queries and keys of some layers")
+    parser.add_argument("--json", type=Path, help="write all figures to this file, a line per head")
+    parser.add_argument("--picture", type=Path, help="draw a heat map per layer into this PNG")
     options = parser.parse_args(argv)
     try:
         if options.picture:

@@ -28,10 +28,10 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="TOML", help="the cluster file")
     add("--tflops", type=float, required=True, help="dense peak of a device in bf16")
-    add("--memory-gib", type=float, required=True, help="of a device")
+    add("--memory-gib", type=float, required=True, help="memory of a device")
     add("--memory-gb-s", type=float, default=2000.0, help="speed of its memory")
     add("--cards", type=int, help="network cards of a node (default: one for each rank)")
-    add("--largest-mib", type=int, default=256, help="of the tensors that are gathered")
+    add("--largest-mib", type=int, default=256, help="largest tensor to gather (default: 256)")
     asked = parser.parse_args(argv)
     for name in ("tflops", "memory_gib", "memory_gb_s", "largest_mib"):
         if not getattr(asked, name) > 0:

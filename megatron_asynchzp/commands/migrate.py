@@ -35,11 +35,11 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = OneLineParser(
         prog="asynchzp migrate",
         usage="%(prog)s [--cluster NAME_OR_FILE] [--ranks N] FILE | -- TRAINING COMMAND",
-        description="What becomes of a training command with --use-asynchzp.",
+        description="List what --use-asynchzp changes or refuses in a training command.",
     )
     add, names = parser.add_argument, ", ".join(cluster_names())
-    add("--cluster", metavar="NAME_OR_FILE", help=f"for times: {names}, or a file of yours")
-    add("--ranks", type=int, metavar="N", help="of the run (default: its launcher's)")
+    add("--cluster", metavar="NAME_OR_FILE", help=f"predict times on it: {names}, or your file")
+    add("--ranks", type=int, metavar="N", help="ranks of the run (default: its launcher's)")
     add("file", nargs="?", help="a shell script, a recipe, a DeepSpeed JSON")
     asked, command = parse_before_dashes(parser, argv)
     if asked.ranks is not None and asked.ranks < 1:

@@ -42,14 +42,14 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = OneLineParser(
         prog="asynchzp plan",
         usage="%(prog)s --cluster NAME_OR_FILE [flags] -- SCRIPT [flags of SCRIPT]",
-        description="Which sizes make a Megatron command line fastest on a cluster.",
+        description="Find the sizes with which a Megatron command line is fastest on a cluster.",
     )
     names = ", ".join(cluster_names())
     add = parser.add_argument
     add("--cluster", required=True, metavar="NAME_OR_FILE", help=f"{names}, or a file of yours")
-    add("--ranks", type=int, metavar="N", help="of the run (default: all of the cluster)")
-    add("--vary", nargs="+", default=[], choices=VARIED, help="parallel sizes to choose as well")
-    add("--keep", nargs="+", default=[], choices=_KEPT, help="what stays as the flags have it")
+    add("--ranks", type=int, metavar="N", help="ranks of the run (default: the cluster's)")
+    add("--vary", nargs="+", default=[], choices=VARIED, help="parallel sizes to choose too")
+    add("--keep", nargs="+", default=[], choices=_KEPT, help="settings that stay as given")
     add("--rows", type=int, default=10, metavar="N", help="plans in the table (default 10)")
     add("--picture", type=Path, metavar="PNG", help="time against memory, and the best timeline")
     add("--trace", type=Path, metavar="JSON", help="the best plan's step, for Perfetto")

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import")
     out = commands.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
-    out.add_argument("--load", type=Path, required=True, metavar="DIR", help="Megatron's --save")
+    out.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save of the run")
     out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest)")
     out.add_argument(
         "--verify",
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--base",
         type=Path,
         metavar="DIR",
-        help="Megatron's --save with the frozen tensors, of a run with "
+        help="checkpoints with the frozen tensors, for those of a run with "
         "--asynchzp-save-trained-only",
     )
     out.add_argument(
@@ -112,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     out.set_defaults(run=_export)
     into = commands.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
-    into.add_argument("--load", type=Path, required=True, metavar="HFDIR")
-    into.add_argument("--save", type=Path, required=True, metavar="DIR", help="Megatron's --load")
+    into.add_argument("--load", type=Path, required=True, metavar="HFDIR", help="model directory")
+    into.add_argument("--save", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     into.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,

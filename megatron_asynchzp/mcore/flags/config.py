@@ -136,9 +136,8 @@ class AsyncHZPConfig:
     grad_shard_size: int | str | None = _shard_size("gradients", NODE)
     optim_shard_size: int | str | None = _shard_size("main parameters and optimizer state", WORLD)
     cluster: str | None = option(
-        "The machines of the run as the planner knows them: the name of a cluster, or a file that "
-        "describes one. For shard sizes that are auto; those that are not given are chosen with "
-        "them. Default: none.",
+        "The cluster for the planner: a name, or a file that describes one. Shard sizes that are "
+        "auto need it; the planner then also chooses those that are not given. Default: none.",
         None,
         metavar="NAME_OR_FILE",
     )
@@ -172,7 +171,7 @@ class AsyncHZPConfig:
         metavar="MIB",
     )
     keep_params_gb: float | str = _kept(
-        "parameters that stay gathered", number_or((AUTO,), float, "GiB"), " auto: what is free."
+        "parameters that stay gathered", number_or((AUTO,), float, "GiB"), " auto: free memory."
     )
     keep_grads_gb: float = _kept("gradients that stay unreduced", float)
     early_update: str = option(
@@ -203,35 +202,34 @@ class AsyncHZPConfig:
         choices=("full", "structure"),
     )
     save_ranks: int | None = option(
-        "How many of the ranks that share the optimizer states of a layer write it, at most: the "
-        "others bring them theirs, and the layers take turns. Files and parts of tensors grow "
-        "with it. Default: 64 over the tensor- and expert-parallel ranks of a layer.",
+        "The most ranks that write the optimizer states of a layer; the others send them theirs, "
+        "layer by layer. More ranks make more files and parts of tensors. Default: 64, divided by "
+        "the tensor- and expert-parallel ranks of a layer.",
         None,
         whole_from(1),
         metavar="RANKS",
     )
     save_trained_only: bool = option(
-        "Save of the model only what is trained (adapters). Loading such a checkpoint takes the "
-        "frozen rest from --pretrained-checkpoint. Default: save the whole model."
+        "Save only trained parameters (adapters). --load of such a checkpoint takes the frozen "
+        "rest from --pretrained-checkpoint. Default: save the whole model."
     )
     adapter_rank: int | None = option(
         "For the planner, the dry run and shard sizes that are auto: the script freezes the model "
         "and adds low-rank adapters of this rank. A run that trains other parameters is refused. "
-        "Default: all is trained.",
+        "Default: the whole model is trained.",
         None,
         whole_from(1),
         metavar="RANK",
     )
     adapter_layers: tuple[str, ...] = option(
-        "Which projections of each layer have one. Default: all.",
+        "The projections of each layer that have an adapter. Default: all.",
         ADAPTED,
         choices=ADAPTED,
         is_list=True,
     )
     device: str = option(
-        "The accelerator, or the CPU platform where there is none (auto), or always the CPU (cpu). "
-        "A machine with an accelerator that torch does not see is refused without cpu. "
-        "Default: auto.",
+        "auto: the accelerator, or the CPU platform without one; cpu: always the CPU. auto refuses "
+        "a machine with an accelerator that torch does not see. Default: auto.",
         AUTO,
         choices=(AUTO, "cpu"),
     )
