@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39847,
-    "docstring words": 38218,
-    "docstring lines": 3872,
+    "lines": 39843,
+    "docstring words": 38210,
+    "docstring lines": 3870,
     "raise ConfigurationError": 320,
     "context variables": 3,
     "assignments of __class__": 9,

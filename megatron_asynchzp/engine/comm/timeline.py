@@ -71,9 +71,9 @@ class Timeline:
     """Records spans. Any thread may call `add` (list.append is atomic), the main thread the rest.
 
     Only training steps are timed: all on a CPU, one in `every` on a device that runs ahead, where a
-    mark is an event in a stream. On a device the timing of a step begins at the end of the last
-    step's computation, so that it includes the sends of updated parameters. If the host waits for
-    the device between the steps, no later wait would show the time of these sends.
+    mark is an event in a stream. A device's step is timed from the end of the last step's
+    computation, to include the sends of updated parameters: if the host waits for the device
+    between the steps, no later wait shows their time.
     """
 
     def __init__(self, device: Device, every: int = 1):

@@ -18,9 +18,9 @@ LARGE_GRAD_NBYTES = 2**20
 
 
 def reduction_nbytes(numel: int, axis_sizes: Sequence[int], wire_nbytes: int = FP32_NBYTES) -> int:
-    """Return the bytes that a reduce-scatter of `numel` fp32 elements, axis by axis, needs.
+    """Return the bytes to reduce-scatter `numel` fp32 elements axis by axis.
 
-    It needs the elements, each axis's result, and a copy if `wire_nbytes` is not 4.
+    They are the elements, each axis's result, and a copy if `wire_nbytes` is not 4.
     """
     total = FP32_NBYTES * numel
     if axis_sizes and wire_nbytes != FP32_NBYTES:

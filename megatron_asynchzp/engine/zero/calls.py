@@ -36,12 +36,11 @@ class CallEngine(Protocol):
 class _Call:
     """A call of a module, and the begin and end of its backward.
 
-    [Note: after backward] The module gets a view of each input tensor, so the view is the oldest
-    node of the module's graph. Autograd runs the youngest ready node first (AccumulateGrad before
-    all), so the gradients of the module's parameters exist before the view's is complete, whose
-    hook ends the module's backward. If a module writes into its input in place, the view's node is
-    not in the graph, so the input tensor has the hook too. So have tensors in containers, of which
-    no view is made, because the module may write into the container.
+    [Note: after backward] The module gets a view of each input tensor, the oldest node of its
+    graph. Autograd runs the youngest ready node first (AccumulateGrad before all), so the
+    parameters' gradients exist before the view's, whose hook ends the module's backward. If the
+    module writes into its input, the view is not in the graph, so the input has the hook too. So
+    have tensors in containers, which get no view: the module may write into the container.
     """
 
     def __init__(self, runtime: CallEngine, units: list[HZPUnit]):

@@ -44,11 +44,10 @@ class SavedViews:
     another unit's parameters: a silent wrong gradient. Packed as (unit, offset, shape, stride) it
     costs nothing and unpacks from the parameters gathered for backward.
 
-    The hooks cost microseconds for each tensor, and layers of Megatron and Transformer Engine save
-    the parameter itself, which needs no hook. So if autograd saved no view of a unit in a step, the
-    unit has no hooks from then on, until the engine finds a view in memory that it wants to reuse
-    ([Note: views that outlive the unit]). This is only possible if each backward begins at a known
-    output (may_go_without).
+    The hooks cost microseconds for each tensor. Layers of Megatron and Transformer Engine save the
+    parameter itself, which needs no hook. So if autograd saves no view of a unit in a step, the
+    unit has no hooks until a view is found in memory to be reused ([Note: views that outlive the
+    unit]). That needs backwards that begin at a known output (may_go_without).
 
     [Note: hooks of others] Torch applies only the innermost hooks. If a program has its own hooks
     (such as save_on_cpu), the engine pushes joined hooks: they pack views of a unit, and pass every

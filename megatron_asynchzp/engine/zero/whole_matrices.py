@@ -44,10 +44,7 @@ Pieces = MutableMapping[Matrix, torch.Tensor]
 
 
 def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
-    """Return the owners: each piece, the dearest first, goes to the owner with the least load.
-
-    The largest load is at most 4/3 of the optimum (Graham 1969).
-    """
+    """Give each piece, the dearest first, to the least busy owner: 4/3 of the best (Graham)."""
     loads = [0.0] * num_owners
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
