@@ -44,7 +44,6 @@ RECORDED = {
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
     "peaks": "peaks",
-    "pipeline": "pipeline",
     "planner testbed": "planner_testbed",
     "scale": "scale",
     "versions": "versions",
