@@ -137,7 +137,7 @@ def refuse_all() -> list[str]:
 def test_what_needs_the_states_is_refused_while_it_sleeps_and_so_is_a_sleep_within_a_step():
     within, asleep = "sleep() within a step is not allowed", "the sharded model is asleep"
     first = ["wake() without a sleep()", "sleep(3)", within, within, within]
-    each = [*[asleep] * 11, "the state is not one of this object as it is now"]
+    each = [*[asleep] * 11, "the state is from before the last sleep() or wake()"]
     assert run_ranks(refuse_all, 2) == [[*first, *each, *each]] * 2
 
 

@@ -162,7 +162,7 @@ def check_refusals(folder: Path) -> None:
                 assert "part of 0.weight" in str(error) and "state_dict(extra=" in str(error)
         for extra, text in (
             ({"model": copies}, "has a key of sharded.state_dict"),
-            ({"ema": {"0.wight": flat}}, r"0\.wight.* has a name of no trained parameter"),
+            ({"ema": {"0.wight": flat}}, r"0\.wight.* does not name a trained parameter"),
             ({"ema": {"0.weight": flat}}, r"has shape \(\d+,\); it has to have one value for each"),
             ({"ema": {"0.weight": build()[0].weight}}, r"has shape \(4, 4\)"),
         ):
