@@ -118,8 +118,8 @@ class ModelCheckpoint:
         asked = self.parts if has_frozen else self._trained
         if not all(_is_place_of(part, state) for part in asked if part.held.numel):
             raise ConfigurationError(
-                "the state is from before the last sleep() or wake(): call state_dict() again, after "
-                "wake(), and load into that"
+                "the state is from before the last sleep() or wake(): call state_dict() again, "
+                "after wake(), and load into that"
             )
         kinds = self._kinds()
         self._refuse_unknown_states(state, kinds)

@@ -791,7 +791,7 @@ def check_refusals() -> None:
         assert text in refused(lambda kind=kind: sharded_heads(kind, (1, 1, 2)))
     with sharded_heads(Inner, (1, 1, 2)) as sharded:
         train(sharded, range(2))
-        assert "an optimizer of its own, .inner" in refused(sharded.state_dict)
+        assert "its attribute .inner, an optimizer" in refused(sharded.state_dict)
 
 
 @pytest.mark.habit(

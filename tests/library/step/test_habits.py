@@ -858,7 +858,7 @@ REFUSED: dict[str, list[Refusal]] = {
     "`param.grad = None`, `param.grad = ...`": [
         (set_grads(None, model_params), "forget them all with zero_grad"),
         (set_grads(torch.ones(37, 16), model_params), "set those of sharded.optimizer"),
-        (set_grads(None, optimizer_params), "forget them with zero_grad"),
+        (set_grads(None, optimizer_params), "Call zero_grad"),
     ],
     "a step of an optimizer in a hook of a parameter": [
         (step_in_hooks, "an optimizer of model.parameters")

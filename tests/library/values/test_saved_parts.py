@@ -270,7 +270,7 @@ def check_early_states(folder: Path) -> None:
             sharded.optimizer.state[param]["ema"] = param.detach().clone()
         backward_all(losses_of(sharded.model))
         assert_refused(
-            sharded.step, r"state of 0\.weight has 'ema' before its first update, where AdamW"
+            sharded.step, r"state of 0\.weight has 'ema' before its first update, so AdamW"
         )
         sharded.optimizer.state.clear()
         sharded.step()
