@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
-MEGATRON = ("0.18", "0.19")
+MEGATRON = ("0.18", "0.19", "0.20")
+RELEASED = "0.19"  # the last of them that can be installed; 0.20 is a checkout
 
 
 class Version(NamedTuple):

@@ -146,7 +146,7 @@ def test_a_checkout_without_compiled_helpers_borrows_those_of_the_wheel(tmp_path
     script.write_text(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from megatron_asynchzp.mcore.process import platform\n"
-        "platform._lend_dataset_helpers()\n"
+        "platform.lend_dataset_helpers()\n"
         "import megatron.core, megatron.core.datasets.helpers_cpp as helpers\n"
         "print(megatron.core.__file__, helpers.__file__)\n"
     )

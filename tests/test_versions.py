@@ -23,7 +23,7 @@ def test_versions_that_were_tested_need_no_line_whatever_follows_their_minor_num
 
 
 @pytest.mark.parametrize("name, tested", [("torch", TORCH), ("megatron-core", MEGATRON)])
-@pytest.mark.parametrize("version", ["0.1.0", "0.20.0rc2", "2.1.0", "2.16.0", "2.110.0", "3.13.0"])
+@pytest.mark.parametrize("version", ["0.1.0", "0.21.0rc2", "2.1.0", "2.16.0", "2.110.0", "3.13.0"])
 def test_another_version_is_one_line_with_its_name_and_what_was_tested(name, tested, version):
     (line,) = untested({name: version})
     assert line.startswith(f"{name} {version} ") and "\n" not in line

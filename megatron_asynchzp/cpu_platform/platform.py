@@ -27,6 +27,7 @@ _MEGATRON_PARTS = (
     "core.transformer.torch_norm",
     "core.ssm.mamba_mixer",
     "core.transformer.dot_product_attention",
+    "core.tensor_parallel.inference_layers",
 )
 
 # The interpreter has one torch, so its replaced attributes are state of the process.
@@ -143,6 +144,7 @@ def _replace_megatron(
     torch_norm: ModuleType,
     mamba_mixer: ModuleType,
     attention: ModuleType,
+    inference_layers: ModuleType,
 ):
     names.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
     # Its check whether a context of CUDA's random numbers drew from the CPU's: here they are one.
@@ -156,6 +158,9 @@ def _replace_megatron(
     names.replace(torch_norm.WrappedTorchNorm, "__new__", norms.torch_norm)
     replace_mamba(names, mamba_mixer)
     _replace_attention(names, attention.DotProductAttention)
+    if hasattr(inference_layers, "is_inference_column_parallel_linear"):  # megatron-core 0.20
+        # Without Transformer Engine it asks isinstance() of None.
+        names.replace(inference_layers, "is_inference_column_parallel_linear", _is_never)
 
 
 def _replace_attention(names: Replacements, attention: type):
@@ -240,6 +245,10 @@ def _write_on_cpu(*args: Any) -> None:
 
 def _import(name: str) -> ModuleType:
     return importlib.import_module(f"megatron.{name}")
+
+
+def _is_never(module: Any) -> bool:
+    return False
 
 
 def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:

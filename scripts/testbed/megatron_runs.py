@@ -191,7 +191,9 @@ def compiled_helpers() -> contextlib.AbstractContextManager[Any]:
     from megatron.core.datasets import utils
 
     from megatron_asynchzp.mcore.patches.datasets import compile_helpers
+    from megatron_asynchzp.mcore.process.platform import lend_dataset_helpers
 
+    lend_dataset_helpers()
     ours = compile_helpers.make(utils.compile_helpers)
     return mock.patch.object(utils, "compile_helpers", ours)
 

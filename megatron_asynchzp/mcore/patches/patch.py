@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.replacements import Replacements
-from megatron_asynchzp.versions import MEGATRON, Version
+from megatron_asynchzp.versions import MEGATRON, RELEASED, Version
 
-_REMEDY = f'install "megatron-core[training]=={MEGATRON[-1]}.*"'
+_REMEDY = f'install "megatron-core[training]=={RELEASED}.*"'
 
 # The interpreter has one Megatron, so its replaced functions are state of the process.
 _applied = Replacements()
@@ -100,7 +100,7 @@ def mismatch(symbol: str, fact: str) -> ConfigurationError:
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
         f"{symbol} {fact}; megatron-core {info.__version__} was found at {info.__file__}, "
-        f"and this version of megatron_asynchzp is made for {' and '.join(MEGATRON)}; {_REMEDY}"
+        f"and this version of megatron_asynchzp is made for {', '.join(MEGATRON)}; {_REMEDY}"
     )
 
 
@@ -114,7 +114,7 @@ def _load(patch: Patch) -> tuple[ModuleType | type, Callable]:
             raise  # something that Megatron needs is missing: its own message is the better one
         raise mismatch(patch.target, "does not exist") from error
     module = getattr(module, name, None) if is_class else module
-    if not hasattr(module, patch.attribute):
+    if patch.attribute not in getattr(module, "__dict__", ()):  # nor inherited
         raise mismatch(patch.target, "does not exist")
     return module, getattr(module, patch.attribute)
 

@@ -31,7 +31,7 @@ def choose_platform(argv: list[str]) -> None:
         return
     from megatron_asynchzp import cpu_platform
 
-    _lend_dataset_helpers()
+    lend_dataset_helpers()
     replaced = cpu_platform.install()
     if replaced and os.environ.get("RANK", "0") == "0":
         line = f"{reason}: CPU platform with gloo, {len(replaced)} names replaced"
@@ -114,7 +114,7 @@ def _has_accelerator() -> bool:
     return accelerator is not None and accelerator.type in _ACCELERATORS
 
 
-def _lend_dataset_helpers() -> None:
+def lend_dataset_helpers() -> None:
     """Let a Megatron checkout use the compiled dataset helpers of an installed wheel.
 
     A fresh checkout has none, and its Makefile, which needs a compiler, pybind11 and

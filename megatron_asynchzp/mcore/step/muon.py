@@ -7,7 +7,10 @@ from copy import copy
 from typing import Any
 
 import torch
-from megatron.core.optimizer import _get_megatron_optimizer_based_on_param_groups
+from megatron.core.optimizer import (
+    _get_megatron_optimizer_based_on_param_groups,
+    emerging_optimizers,
+)
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
     TensorParallelMuon,
@@ -25,6 +28,9 @@ from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
+
+# From megatron-core 0.20 on also what a module excludes by name, as Mamba its input projection.
+_has_adam = getattr(emerging_optimizers, "_is_muon_excluded", _is_nonlinear_or_embedding)
 
 _Groups = Mapping[torch.nn.Parameter, dict[str, Any]]
 """The parameter group of each fragment."""
@@ -167,7 +173,7 @@ def _matrices_of(chunk: AsyncHZPDataParallel) -> Iterator[Matrix]:
     """Yield the parameters of a chunk that have Muon, those of other ranks included."""
     for unit in chunk.units:
         for index, param in enumerate(unit.params):
-            if unit.is_trained and not _is_nonlinear_or_embedding(param):
+            if unit.is_trained and not _has_adam(param):
                 yield Matrix(unit, index)
 
 

@@ -49,7 +49,7 @@ def without_device(monkeypatch):
     installed = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr("megatron_asynchzp.cpu_platform.install", lambda: installed.append(1) or [])
-    monkeypatch.setattr(platform, "_lend_dataset_helpers", lambda: None)
+    monkeypatch.setattr(platform, "lend_dataset_helpers", lambda: None)
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     return installed
