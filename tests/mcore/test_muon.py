@@ -16,7 +16,7 @@ from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.engine.zero.whole_matrices import Matrix
-from megatron_asynchzp.mcore.step.muon import ShardedMuon
+from megatron_asynchzp.mcore.step.muon import ShardedMuon, _has_adam, muon_overrides
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.recording_device import RecordingDevice
@@ -115,3 +115,13 @@ def test_on_streams_the_exchange_of_matrices_keeps_all_memory_until_it_was_used(
         driver.close()
     assert {collective.operation for collective in device.collectives} == {"all-to-all"}
     assert device.races == []
+
+
+def test_a_parameter_has_adam_where_megatrons_own_rule_for_muon_says_so():
+    """From 0.20 on a module may keep a matrix from Muon by name (Mamba its input projection)."""
+    (key,) = muon_overrides()
+    for shape in ((4,), (4, 4), (2, 4, 4)):
+        for marks in ({}, {"use_muon": False}, {"is_embedding_or_output_parameter": True}):
+            param = nn.Parameter(torch.zeros(shape))
+            vars(param).update(marks)
+            assert _has_adam(param) == key.predicate.fn(param), (shape, marks)

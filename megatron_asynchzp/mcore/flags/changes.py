@@ -156,7 +156,10 @@ _WRAPPERS = (
         )
         for name in WEIGHT_SHARDS
     ),
+    _set("gtp_remat_opt_in_modules", "all parameters of a unit are sharded", value=[]),
     _lose("nccl_ub", _BUFFERS, flag="--use-nccl-ub"),
+    _lose("gtp_remat_nccl_ub", _BUFFERS),
+    _lose("gtp_expert_remat_nccl_ub", _BUFFERS),
     _lose("fsdp_manual_registration", _BUFFERS),
     _set(
         "ckpt_format",
@@ -235,7 +238,10 @@ _BUCKETS = (
     _set("ddp_bucket_size", _UNITS, value=None),
     _set("ddp_pad_buckets_for_high_nccl_busbw", _UNITS),
     _set("ddp_average_in_collective", "the engine sums gradients and scales the sum"),
-    _set("ddp_reduce_scatter_with_fp32_accumulation", "gradients are always summed in fp32"),
+    *(
+        _set(f"{axis}_reduce_scatter_with_fp32_accumulation", "gradients are always summed in fp32")
+        for axis in ("ddp", "gtp_remat")
+    ),
     _set(
         "ddp_param_name_patterns_for_fp32_local_accumulation",
         "gradients are always accumulated in fp32",

@@ -307,6 +307,26 @@ REFUSALS: tuple[Rule, ...] = (
         equal_to("--transformer-impl inference_optimized"),
     ),
     *because(
+        "it has not been tested with sharded parameters",
+        _DROP,
+        refusal(
+            "--moe-use-grouped-tensor",
+            lambda s: s.moe_use_grouped_tensor and not s.use_transformer_engine_op_fuser,
+            "without --use-transformer-engine-op-fuser, which switches it on",
+        ),
+        "--enable-mhc-connections",
+        refusal("--output-logit-dtype fp32", lambda s: s.logit_dtype, setting="logit_dtype"),
+        "--muon-use-syrk",
+        other_than("--moe-dispatch-fwd-dtype mxfp8", "bf16"),
+        other_than("--moe-combine-bwd-dtype mxfp8", "bf16"),
+    ),
+    *because(
+        "Megatron reads which rank writes what from it without a check, even if it was made for "
+        "other ranks",
+        _DROP,
+        "--ckpt-pg-tensors-cache-path cache",
+    ),
+    *because(
         "grouped tensors cannot be views of a flat buffer",
         _DROP,
         "--moe-single-grouped-weight",

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's real parser with our flags, and command lines parsed by it."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 
 import pytest
+from megatron.core import package_info
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments
@@ -19,6 +20,15 @@ def parser() -> ArgumentParser:
     # The name as it is in Megatron, whether or not another test patched it.
     getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(made)
     return add_pasa_arguments(add_asynchzp_arguments(made))
+
+
+def action_of(parser: ArgumentParser, flag: str) -> Action:
+    """The argument of the first word of `flag`, which a later core may have alone."""
+    name = flag.split()[0]
+    actions = [action for action in parser._actions if name in action.option_strings]
+    if not actions:
+        pytest.skip(f"megatron-core {package_info.__version__} has no {name}")
+    return actions[0]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from megatron_asynchzp.mcore.flags.changes import CHANGES
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.rule_table import change_settings, refuse_changes
+from tests.mcore.flags.conftest import action_of
 
 # Of rules that ask more of a run than a value other than theirs, a command line that has it.
 _ASKING = {
@@ -35,7 +36,7 @@ _READ |= {name for name in _ASKING if name.endswith("num_weight_shards")}
 
 @pytest.mark.parametrize("rule", CHANGES, ids=lambda rule: rule.setting)
 def test_what_asynchzp_replaces_gets_its_value_with_one_line_in_the_log(parser, parse, rule):
-    action = next(one for one in parser._actions if rule.flag.split()[0] in one.option_strings)
+    action = action_of(parser, rule.flag)
     assert rule.setting == action.dest or rule.setting in ("replication", "asynchzp_early_update")
     args = parse(_ASKING.get(rule.setting, ""))
     if rule.setting not in _READ:

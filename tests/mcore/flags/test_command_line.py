@@ -19,6 +19,7 @@ from megatron_asynchzp.mcore.flags.pasa import MODE_CHOICES, VENDOR_CHOICES
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
 from megatron_asynchzp.mcore.patches.arguments import add_arguments
 from scripts.report import megatron_tables
+from tests.mcore.flags.conftest import action_of
 
 
 def test_every_flag_explains_itself_in_the_launchers_usage(parser):
@@ -53,7 +54,8 @@ def test_a_letter_left_out_of_a_flag_of_ours_names_the_flag(flag):
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
-def test_what_one_flag_decides_is_refused_with_the_line_of_the_full_check(refusal, parse):
+def test_what_one_flag_decides_is_refused_with_the_line_of_the_full_check(refusal, parser, parse):
+    action_of(parser, refusal.flag)
     words = ["--use-asynchzp", *refusal.example.split()]
     if not refusal.is_decided_by_flag:
         check_command_line(words)

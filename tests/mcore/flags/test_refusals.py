@@ -9,6 +9,7 @@ from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
 from megatron_asynchzp.mcore.flags.rules import refuse
+from tests.mcore.flags.conftest import action_of
 
 TABLES = {"--use-asynchzp": REFUSALS, "--use-pasa-attention": PASA_REFUSALS}
 
@@ -20,7 +21,7 @@ def test_a_plain_run_is_not_refused(parse, beside):
 
 @pytest.mark.parametrize("row", [*REFUSALS, *PASA_REFUSALS], ids=lambda row: row.flag)
 def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, parse, row):
-    action = next(action for action in parser._actions if row.flag in action.option_strings)
+    action = action_of(parser, row.flag)
     assert action.dest == row.setting
     args, table = MegatronSettings(parse(f"{row.of} {row.example}")), TABLES[row.of]
     assert [other.flag for other in table if other.applies(args)] == [row.flag]
