@@ -8,7 +8,7 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39843,
+    "lines": 39885,
     "docstring words": 38210,
     "docstring lines": 3870,
     "raise ConfigurationError": 320,
