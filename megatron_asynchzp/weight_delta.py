@@ -42,10 +42,8 @@ class WeightDelta:
 def apply_delta(weights: Mapping[str, torch.Tensor], delta: WeightDelta) -> None:
     """Write the new values into weights[delta.name], on any device.
 
-    That weight then has the bits of the trained model if it had them when the mark was set.
-
-    Raises:
-        ConfigurationError: that name is missing, or its shape or dtype differs.
+    That weight then has the bits of the trained model if it had them when the mark was set. Raises
+    ConfigurationError if that name is missing, or its shape or dtype differs.
     """
     target = weights.get(delta.name)
     if target is None:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import launch
-from megatron_asynchzp.attention import npu
+from megatron_asynchzp.attention import vendors
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.delegate import choose_vendor
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
+from megatron_asynchzp.attention.pasa import choose_vendor
 from megatron_asynchzp.commands.communicators import Communicators
 from megatron_asynchzp.commands.memory_tables import GIB, verdict
 from megatron_asynchzp.commands.stages import DryRun
@@ -105,7 +105,7 @@ def _call(heads=2, dim=8, dtype=torch.bfloat16, sequences=0) -> AttentionCall:
 )
 def test_what_ascends_operator_cannot_do_is_refused_by_name(monkeypatch, most, beyond, words):
     monkeypatch.setattr(AttentionCall, "device", SimpleNamespace(type="npu"))
-    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(vendors.importlib.util, "find_spec", lambda name: True)
     assert choose_vendor(_call(**most)).name == "npu-fusion"
     assert choose_vendor(_call(**beyond)).name == "sdpa"
     with pytest.raises(ConfigurationError, match=words):

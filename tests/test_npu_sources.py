@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.npu import fusion_options
+from megatron_asynchzp.attention.vendors import fusion_options
 from megatron_asynchzp.engine import device
 from tests.attention.cases import masks
 from tests.support.sources import (

@@ -7,7 +7,7 @@ from math import sqrt
 
 import torch
 
-from megatron_asynchzp.attention.heads import fold_heads
+from megatron_asynchzp.attention.call import fold_heads
 from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 
 FP16_MAX = torch.finfo(torch.float16).max
@@ -70,11 +70,6 @@ def diagnose(
             )
         )
     return heads
-
-
-def channel_means(k_BGTD: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each channel, [G, D], which a shift subtracts, for a picture."""
-    return k_BGTD.float().mean((0, 2))
 
 
 def _scores(q_BND: torch.Tensor, k_BTD: torch.Tensor, rows: int = 1024) -> float:

@@ -72,14 +72,8 @@ def shift_keys(
     """Subtract its mean from every block of `block_size` keys (None: from all keys at once).
 
     Means are taken in fp32, or fp64 for fp64 keys. The shift is a constant to autograd:
-    d output / d shift is zero.
-
-    Args:
-        k_BGTD: the keys.
-        block_size: keys that share a shift.
-        rule: which channels are shifted.
-        used_BT: [B or 1, T] bool; other keys become zeros and do not count, so that a padded slot,
-            inf included, affects no output.
+    d output / d shift is zero. Keys that are not used ([B or 1, T] bool) become zeros and do not
+    count, so that a padded slot, inf included, affects no output.
     """
     num_keys = k_BGTD.shape[2]
     block_size = min(block_size or num_keys, num_keys)
@@ -90,7 +84,9 @@ def shift_keys(
         shift_BGJD, mean_BG1D = _means(k_BGTD, used_BT, block_size, wide)
         shift_BGJD = _snap(shift_BGJD, _blocks(k_BGTD.detach(), block_size), rule)
         # On the grid of k the shift is a number of k's dtype: nothing is widened.
-        per_key_BGTD = _per_key(shift_BGJD.to(k_BGTD.dtype), block_size, num_keys)
+        per_key_BGTD = shift_BGJD.to(k_BGTD.dtype)
+        if shift_BGJD.shape[2] > 1:
+            per_key_BGTD = per_key_BGTD.repeat_interleave(block_size, 2)[:, :, :num_keys]
     keys_BGTD = (k_BGTD - per_key_BGTD).to(k_BGTD.dtype)
     return ShiftedKeys(keys_BGTD, shift_BGJD, mean_BG1D, block_size)
 
@@ -126,12 +122,6 @@ def shift_values(v_BGTE: torch.Tensor, used_BT: torch.Tensor | None = None) -> S
 
 def zero_unused(x_BGTD: torch.Tensor, used_BT: torch.Tensor) -> torch.Tensor:
     return torch.where(used_BT[:, None, :, None], x_BGTD, torch.zeros_like(x_BGTD[:1, :1, :1, :1]))
-
-
-def _per_key(shift_BGJD: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
-    if shift_BGJD.shape[2] == 1:
-        return shift_BGJD
-    return shift_BGJD.repeat_interleave(block_size, 2)[:, :, :num_keys]
 
 
 def _blocks(x_BGTD: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -1,20 +1,108 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the one entry to PASA: which mode, and block mode's place in autograd.
+"""Owns the one entry to PASA: its modes, and block mode's place in autograd.
 
-The fused kernels, and triton with them, are loaded if a GPU (or triton's interpreter) can run them;
-otherwise block mode is the reference.
+Mode delegate has a vendor's speed: its attention gets keys minus a mean per head. Any
+flash attention computes dQ = sum_j dS_ij k_j from rounded dS, whose sum over j is not zero, and so
+adds a multiple of the keys' mean to dQ. Keys without a mean leave nothing to multiply.
+
+The fused kernels of mode block, and triton with them, are loaded if a GPU (or triton's interpreter)
+can run them; otherwise block mode is the reference.
 """
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.delegate import delegate_attention, with_shifted_values
-from megatron_asynchzp.attention.heads import AttentionOutput
-from megatron_asynchzp.attention.key_shift import BLOCK_SIZE, ShiftedKeys, shift_keys, zero_unused
+from megatron_asynchzp.attention.call import AttentionCall, AttentionOutput, Vendor
+from megatron_asynchzp.attention.key_shift import (
+    BLOCK_SIZE,
+    ShiftedKeys,
+    SnapRule,
+    shift_keys,
+    shift_values,
+    zero_unused,
+)
+from megatron_asynchzp.attention.vendors import Cudnn, FlashAttn, NpuFusion, Sdpa, TransformerEngine
 from megatron_asynchzp.errors import ConfigurationError, require
+
+VENDORS: tuple[Vendor, ...] = (NpuFusion(), FlashAttn(), TransformerEngine(), Cudnn(), Sdpa())
+VENDOR_NAMES = tuple(vendor.name for vendor in VENDORS)
+
+
+def delegate_attention(
+    call: AttentionCall, vendor: str = "auto", *, shifts_values: bool = False
+) -> torch.Tensor:
+    """Compute the output [B, H, S, E], in the dtype of q, by `vendor` from shifted keys.
+
+    Padding may hold anything, inf included. With `shifts_values` v is shifted by a mean too, which
+    is added to the output again, after which dQ and dK do not depend on the bias of v either; keeps
+    both outputs for backward. Raises ConfigurationError if `vendor` (a name, or auto) cannot.
+    """
+    if shifts_values and call.dropout:
+        raise ConfigurationError(
+            "values are shifted only without dropout: dropped weights do not sum to one"
+        )
+    chosen = choose_vendor(call, vendor)
+    used_BT = call.used_BT
+    keys = shift_keys(call.k_BGTD, rule=SnapRule.RATIO, used_BT=used_BT).keys_BGTD
+    call = replace(call, k_BGTD=keys)
+    if shifts_values:
+        return with_shifted_values(call, lambda shifted: _run_chunks(chosen, shifted))
+    values = call.v_BGTE if used_BT is None else zero_unused(call.v_BGTE, used_BT)
+    return _run_chunks(chosen, replace(call, v_BGTE=values))
+
+
+def with_shifted_values(
+    call: AttentionCall, attend: Callable[[AttentionCall], torch.Tensor]
+) -> torch.Tensor:
+    """Compute `attend(call)`, [B, H, S, E], from values without their mean."""
+    shifted = shift_values(call.v_BGTE, call.used_BT)
+    output = attend(replace(call, v_BGTE=shifted.values_BGTE))
+    mask = call.mask
+    served_BS = mask.served_queries_BS(call.device) if mask.may_leave_queries_out else None
+    return shifted.restore(output, served_BS)
+
+
+def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
+    if not call.mask.chunks:
+        return vendor.run(call)
+    outputs = [
+        vendor.run(
+            replace(
+                call,
+                q_BHSD=call.q_BHSD[:, :, queries],
+                k_BGTD=call.k_BGTD[:, :, : mask.num_keys],
+                v_BGTE=call.v_BGTE[:, :, : mask.num_keys],
+                mask=mask,
+            )
+        )
+        for queries, mask in call.mask.by_chunk()
+    ]
+    return torch.cat(outputs, 2)
+
+
+def choose_vendor(call: AttentionCall, name: str = "auto") -> Vendor:
+    """Return the vendor of that name, or for auto the best one.
+
+    That is Ascend's on Ascend, flash-attn if torch would need a mask in memory or one call per
+    sequence, and torch otherwise.
+    """
+    if name != "auto":
+        vendor = next((v for v in VENDORS if v.name == name), None)
+        if vendor is None:
+            raise ConfigurationError(f"{name}: no such attention; there are {VENDOR_NAMES}")
+        if reason := vendor.reason_against(call):
+            raise ConfigurationError(f"{name} cannot compute this attention: {reason}")
+        return vendor
+    by_name = {v.name: v for v in VENDORS}
+    order = ["npu-fusion", "sdpa"]
+    if call.mask.packed is not None or call.mask.window is not None:
+        order.insert(1, "flash-attn")
+    return next(by_name[n] for n in order if by_name[n].reason_against(call) is None)
+
 
 MODES = ("delegate", "block")
 
@@ -24,15 +112,9 @@ def pasa_attention(
 ) -> torch.Tensor:
     """Compute the output [B, H, S, E], differentiable in q, k and v.
 
-    Args:
-        call: the input.
-        mode: "delegate": one shift per head, computed by `vendor` (see delegate_attention).
-            "block": one shift per 128 keys, by our own kernels.
-        vendor: for mode delegate.
-        shifts_values: as in delegate_attention.
-
-    Raises:
-        ConfigurationError: the mode cannot do it.
+    Mode "delegate" has one shift per head, and `vendor` computes it (see delegate_attention). Mode
+    "block" has one shift per 128 keys, by our own kernels. Raises ConfigurationError for what a
+    mode cannot do.
     """
     if mode == "delegate":
         return delegate_attention(call, vendor, shifts_values=shifts_values)
@@ -46,12 +128,8 @@ def pasa_attention(
 def block_attention(call: AttentionCall, *, is_fused: bool | None = None) -> AttentionOutput:
     """Compute the differentiable output and the true LSE, which is not differentiable.
 
-    Args:
-        call: the input, without dropout.
-        is_fused: use the kernels or the reference; None: the kernels if they can run.
-
-    Raises:
-        ConfigurationError: the call has dropout.
+    is_fused: by the kernels, or by the reference; None: by the kernels if they can run. Raises
+    ConfigurationError for a call with dropout.
     """
     if call.dropout:
         raise ConfigurationError("block mode has no attention dropout; use mode delegate")
@@ -96,8 +174,17 @@ class _BlockAttention(torch.autograd.Function):
         q, v, keys, shift, mean, output, kept_BHS = ctx.saved_tensors
         shifted = ShiftedKeys(keys, shift, mean, ctx.block_size)
         call = AttentionCall(q, keys, v, ctx.mask, ctx.scale)
-        run = _fused_backward if ctx.is_fused else _reference_backward
-        return *run(d_output, call, shifted, output, kept_BHS), None, None, None
+        if ctx.is_fused:
+            from megatron_asynchzp.attention.triton_backward import fused_backward
+
+            ranges = ctx.mask.key_ranges(call.device)
+            grads = fused_backward(d_output, call, shifted, output, kept_BHS, ranges)
+        else:
+            from megatron_asynchzp.attention.reference.block import block_backward
+
+            rest = output, kept_BHS, ctx.mask, ctx.scale
+            grads = block_backward(d_output, q, shifted, v, *rest)
+        return *grads, None, None, None
 
 
 def _reference_forward(call: AttentionCall, shifted: ShiftedKeys):
@@ -105,13 +192,6 @@ def _reference_forward(call: AttentionCall, shifted: ShiftedKeys):
 
     done = block_forward(call.q_BHSD, shifted, call.v_BGTE, call.mask, call.scale)
     return *done.result, done.shifted_lse_BHS
-
-
-def _reference_backward(d_output, call: AttentionCall, shifted, output, lse_BHS):
-    from megatron_asynchzp.attention.reference.block import block_backward
-
-    q, v = call.q_BHSD, call.v_BGTE
-    return block_backward(d_output, q, shifted, v, output, lse_BHS, call.mask, call.scale)
 
 
 def _fused_forward(call: AttentionCall, shifted: ShiftedKeys):
@@ -124,10 +204,3 @@ def _fused_forward(call: AttentionCall, shifted: ShiftedKeys):
     frame_BHS = call.scale * (call.q_BHSD.float() @ frame_BH1D.mT)[..., 0]
     true_lse = torch.where(lse.isposinf(), -torch.inf, lse / LOG2_E + frame_BHS)
     return output, true_lse, lse
-
-
-def _fused_backward(d_output, call: AttentionCall, shifted, output, lse_BHS):
-    from megatron_asynchzp.attention.triton_backward import fused_backward
-
-    ranges = call.mask.key_ranges(call.device)
-    return fused_backward(d_output, call, shifted, output, lse_BHS, ranges)

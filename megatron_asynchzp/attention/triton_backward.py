@@ -14,13 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.heads import AttentionGradients
+from megatron_asynchzp.attention.call import AttentionCall, AttentionGradients
 from megatron_asynchzp.attention.key_shift import ShiftedKeys
 from megatron_asynchzp.attention.mask import KeyRanges
-from megatron_asynchzp.attention.triton_forward import LOG2_E, precision_of, shift_parts
-from megatron_asynchzp.attention.triton_tiles import (
+from megatron_asynchzp.attention.triton_forward import (
     BACKWARD_Q,
+    LOG2_E,
     SHIFT_BLOCK,
     SHIFT_PARTS,
     as_options,
@@ -30,7 +29,9 @@ from megatron_asynchzp.attention.triton_tiles import (
     load_parts,
     load_rows,
     padded_dim,
+    precision_of,
     score_offsets,
+    shift_parts,
     store_rows,
     tile_config,
 )
@@ -105,8 +106,6 @@ def backward_kv_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr,
-    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -136,7 +135,7 @@ def backward_kv_kernel(
     parts_ptr += flat_group * num_blocks * SHIFT_PARTS * DIM
     k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
     v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
-    parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+    parts = load_parts(parts_ptr, first_key, channels, DIM)
     shift = tl.sum(parts.to(tl.float32), 0)
     dk = tl.zeros([BLOCK_N, PADDED_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_VALUE_DIM], tl.float32)
@@ -227,8 +226,6 @@ def backward_q_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr,
-    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -270,7 +267,7 @@ def backward_q_kernel(
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
             shifted_lse = lse
             if HAS_SHIFT:
-                parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+                parts = load_parts(parts_ptr, first_key, channels, DIM)
                 shifted_lse -= score_offsets(q, parts, scale_log2, PRECISION)
             p = tl.exp2(score - shifted_lse[:, None])
             if part != 1:
@@ -342,8 +339,7 @@ def fused_backward(
     # fmt: off
     constants = {
         "DIM": dim, "VALUE_DIM": value_dim, "PADDED_DIM": padded_dim(dim),
-        "PADDED_VALUE_DIM": padded_dim(value_dim), "SHIFT_BLOCK": SHIFT_BLOCK,
-        "SHIFT_PARTS": SHIFT_PARTS, "HAS_SHIFT": not shifted.is_global,
+        "PADDED_VALUE_DIM": padded_dim(value_dim), "HAS_SHIFT": not shifted.is_global,
         "PRECISION": precision_of(q.dtype),
     }
     # fmt: on

@@ -62,9 +62,7 @@ class Archive(NamedTuple):
 def read_archives(file: BinaryIO) -> list[Archive]:
     """List the archives of a file in order, from their directories alone.
 
-    Raises:
-        Damage: the file is anything but archives.
-        OSError: the file cannot be read.
+    Raises Damage for a file of anything but archives, or OSError.
     """
     archives, end = [], os.fstat(file.fileno()).st_size
     while end:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from megatron_asynchzp.checkpoint_files.errors import Damage, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG
-from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest, replace_file
 from megatron_asynchzp.checkpoint_files.other_format import is_of_format_torch
-from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
-from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import (
     INTERRUPTED,
+    Peers,
     VerifyLevel,
     check_checkpoint,
+    on_first,
 )
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -125,20 +125,13 @@ def _saved_at(folder: Path) -> float:
 
 def choose_checkpoint(
     load_dir: Path | str,
-    wanted_step: int | None = None,
-    peers: Peers | None = None,
+    wanted_step: int | None = None,  # the only iteration that will do
+    peers: Peers | None = None,  # ranks that share the reading, collectively, and the result
     level: VerifyLevel = VerifyLevel.FULL,
 ) -> Choice | None:
     """Return the newest complete and intact checkpoint; None if there has never been one.
 
-    Args:
-        load_dir: the directory of all checkpoints.
-        wanted_step: the only iteration that will do.
-        peers: ranks that share the reading, collectively, and get the same result.
-        level: how much of the files is read.
-
-    Raises:
-        ConfigurationError: none is intact, on all ranks.
+    Raises ConfigurationError if none is intact, on all ranks.
     """
     load_dir, peers = Path(load_dir), peers or Peers()
     try:

@@ -51,11 +51,7 @@ def adopt(place: NodeFolder, has_own: Sequence[bool]) -> None:
 
     torchrun numbers nodes anew when one is replaced, and the library searches one folder alone. A
     copy goes to the rank with the same place on its node as the owner, because these two exchange
-    copies. Raises OSError.
-
-    Args:
-        place: this rank's folder.
-        has_own: by rank, whether its folder has files.
+    copies. `has_own`: by rank, whether its folder has files. Raises OSError.
     """
     here = range(place.first, place.first + place.on_node)
     for folder in place.folder.parent.glob("[0-9]*"):
@@ -93,15 +89,11 @@ def keep_only(place: NodeFolder, iteration: int | None) -> None:
 
 
 def lacking(
-    held: list[list[tuple[int, int]]], iteration: int, looked_for_at: list[list[int]]
+    held: list[list[tuple[int, int]]],  # by rank, the (iteration, owner) pairs that it has
+    iteration: int,
+    looked_for_at: list[list[int]],  # by rank, the ranks that may have its shard
 ) -> list[int]:
-    """Return the ranks whose shard of `iteration` is at none of the ranks that may have it.
-
-    Args:
-        held: by rank, the (iteration, owner) pairs that it has.
-        iteration: the iteration to load.
-        looked_for_at: by rank, the ranks that may have its shard.
-    """
+    """Return the ranks whose shard of `iteration` is at none of the ranks that may have it."""
     return [
         rank
         for rank, places in enumerate(looked_for_at)

@@ -163,8 +163,7 @@ def create_read_items(
 ) -> list[ReadItem]:
     """Return the reads for `boxes` of `name`, as torch's create_read_items_for_chunk_list does.
 
-    Raises:
-        ValueError: the checkpoint lacks a part of a box that lies within the tensor.
+    Raises ValueError if the checkpoint lacks a part of a box that lies within the tensor.
     """
     if not boxes or not stored.chunks:
         return []

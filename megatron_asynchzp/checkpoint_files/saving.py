@@ -2,28 +2,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the steps around the writing of a checkpoint: a clean directory before, a manifest after.
 
-Collective: rank 0 changes names, all ranks read.
+Collective: rank 0 changes names, all ranks read. One run at a time may write into a directory.
 """
 
+import fcntl
+import os
+import socket
+import time
 from collections.abc import Callable
 from itertools import count, takewhile
 from pathlib import Path
+from typing import ClassVar
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line
-from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, items_by_file, pickle_index
+from megatron_asynchzp.checkpoint_files.index import (
+    COMMON,
+    CONFIG,
+    METADATA,
+    items_by_file,
+    pickle_index,
+)
 from megatron_asynchzp.checkpoint_files.manifest import (
     MANIFEST,
     SealedFile,
     digest_of_places,
+    replace_file,
     seal_file,
+    sync,
     write_manifest,
 )
-from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
-from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
+from megatron_asynchzp.checkpoint_files.verification import Peers, on_each, on_first
+from megatron_asynchzp.errors import ConfigurationError
 
 # First what makes the rest look complete: a crash in between leaves something that does not. Each
 # kind is gone from the disk before the next one is removed.
@@ -54,13 +66,8 @@ def complete_directory(
 ) -> None:
     """Write the manifest, after all data is on disk and before the tracker names the checkpoint.
 
-    Args:
-        iteration_dir: the checkpoint.
-        peers: the ranks that wrote it.
-        amend: makes the index to be stored from the written one, on rank 0.
-
-    Raises:
-        SaveError: on all ranks.
+    `peers` wrote the data; on rank 0 `amend` makes the index to be stored from the written one.
+    Raises SaveError, on all ranks.
     """
     iteration_dir, peers = Path(iteration_dir), peers or Peers()
     try:
@@ -97,3 +104,52 @@ def save_error(iteration_dir: Path | str, reason: str) -> SaveError:
     return SaveError(
         f"{iteration_dir} could not be saved: {reason}; earlier checkpoints are as they were"
     )
+
+
+OWNER = "asynchzp_owner.txt"
+
+
+class SaveLock:
+    """A lock on a directory, held until the process ends, however it ends.
+
+    A POSIX record lock: the kernel drops it with the process, also after SIGKILL, and children
+    (which Megatron forks to write, and which can outlive it) do not inherit it. It holds between
+    nodes on NFS and, mounted with `flock`, on Lustre. A file system without locks guards nothing,
+    and a line is logged.
+    """
+
+    # File -> its descriptor. It is never opened twice: closing any would drop the lock.
+    _held: ClassVar[dict[Path, int]] = {}
+
+    @classmethod
+    def claim(cls, save_dir: Path | str) -> str | None:
+        """Own the directory, which is made if missing; a second call changes nothing.
+
+        Returns a line for the user if the file system has no locks. Raises ConfigurationError if
+        another process owns the directory, or it is not writable.
+        """
+        try:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            path = Path(save_dir).resolve() / OWNER
+            if path in cls._held:
+                return None
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"--save {save_dir}: {error.strerror}") from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.read(file, 200).decode(errors="replace").strip() or "unknown"
+            os.close(file)
+            raise ConfigurationError(
+                f"--save {save_dir}: another run is saving there ({owner}); end it, or give "
+                "another --save"
+            ) from None
+        except OSError as error:  # this file system has no locks
+            os.close(file)
+            return f"--save {save_dir}: no protection against a second run ({error.strerror})"
+        cls._held[path] = file
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+        return None

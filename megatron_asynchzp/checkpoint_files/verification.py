@@ -3,15 +3,15 @@
 """Owns the verdict on a checkpoint directory.
 
 A manifest proves every file. Without one, as stock Megatron saves, the files are compared with each
-other.
+other. Ranks examine a directory together: all return the same or raise the same.
 """
 
 import enum
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -22,9 +22,9 @@ from megatron_asynchzp.checkpoint_files.archive import (
     read_archives,
     seal_of,
 )
-from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage
 from megatron_asynchzp.checkpoint_files.index import (
+    COMMON,
     COMMON_OBJECT,
     CONFIG,
     METADATA,
@@ -33,10 +33,51 @@ from megatron_asynchzp.checkpoint_files.index import (
     items_by_file,
     unpickle_index,
 )
-from megatron_asynchzp.checkpoint_files.manifest import Manifest, read_manifest
+from megatron_asynchzp.checkpoint_files.manifest import (
+    Manifest,
+    hash_file,
+    read_manifest,
+    read_small,
+    size_of,
+)
 from megatron_asynchzp.checkpoint_files.other_format import OTHER_FORMAT, is_of_format_torch
-from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
-from megatron_asynchzp.checkpoint_files.small_files import hash_file, read_small, size_of
+
+
+class Peers:
+    """The ranks that examine a directory together: here, this process alone."""
+
+    rank, size = 0, 1
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def broadcast(self, mine: Any) -> Any:
+        return mine
+
+
+def on_first(peers: Peers, act: Callable[[], Any]) -> Any:
+    """Call `act` on rank 0. Returns its result, or raises its error, on all ranks."""
+    value, error = peers.broadcast(_outcome(act) if peers.rank == 0 else None)
+    if error is not None:
+        raise error
+    return value
+
+
+def on_each(peers: Peers, act: Callable[[], Any]) -> list[Any]:
+    """Call `act` on every rank; all return the results by rank, or raise the first error."""
+    outcomes = peers.gather(_outcome(act))
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
+
+
+def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:  # any: the other ranks wait for an answer
+        return None, error
+
 
 INTERRUPTED = "its save was interrupted"
 _BUFFER_NBYTES = 1 << 16
@@ -95,7 +136,9 @@ def _data_files(iteration_dir: Path, level: VerifyLevel) -> list[DataFile]:
         if manifest is not None:
             files = _sealed_files(iteration_dir, manifest)
             if level is VerifyLevel.ARGUMENTS:
-                return _with_arguments(iteration_dir, files)
+                places = IndexReader(iteration_dir).read_metadata().storage_data
+                place = places.get(MetadataIndex(COMMON_OBJECT))
+                return [it for it in files if place is not None and it.name == place.relative_path]
             return files
         _check_config(iteration_dir)
         index = read_small(iteration_dir / METADATA)
@@ -118,12 +161,6 @@ def _sealed_files(iteration_dir: Path, manifest: Manifest) -> list[DataFile]:
         for name, record in manifest.files.items()
         if record.sha256 is None
     ]
-
-
-def _with_arguments(iteration_dir: Path, files: list[DataFile]) -> list[DataFile]:
-    places = IndexReader(iteration_dir).read_metadata().storage_data
-    place = places.get(MetadataIndex(COMMON_OBJECT))
-    return [file for file in files if place is not None and file.name == place.relative_path]
 
 
 def _check_size(path: Path, expected: int | None) -> None:

@@ -7,6 +7,7 @@ import logging
 import sys
 import traceback
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,6 @@ from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.checkpoint_files.other_format import is_hugging_face
 from megatron_asynchzp.errors import ConfigurationError, OneLineParser, require
 from megatron_asynchzp.hf.output_folder import check_unoccupied
-from megatron_asynchzp.hf.progress import show_progress
 
 # As argparse exits for a wrong command line, and a shell for SIGINT.
 _EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
@@ -127,6 +127,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _show_progress(steps: Iterable, total: int) -> Iterator:
+    from rich.console import Console
+    from rich.progress import track
+
+    console, is_terminal = Console(stderr=True), sys.stderr.isatty()
+    yield from track(steps, "tensors", total, console=console, disable=not is_terminal)
+
+
 def _export(args: argparse.Namespace) -> None:
     from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
     from megatron_asynchzp.hf.export_model import export_model
@@ -139,7 +147,7 @@ def _export(args: argparse.Namespace) -> None:
         vocab_size=args.vocab_size,
         level=VerifyLevel(args.verify),
         max_file_nbytes=int(args.max_file_gb * 10**9),
-        progress=show_progress,
+        progress=_show_progress,
         base=args.base,
         adapter_alpha=args.adapter_alpha,
     )
@@ -152,14 +160,14 @@ def _export(args: argparse.Namespace) -> None:
 
 def _import(args: argparse.Namespace) -> None:
     from megatron_asynchzp.hf.import_model import import_model
-    from megatron_asynchzp.hf.megatron_arguments import command_line
+    from megatron_asynchzp.hf.shape import command_line
 
     shape = import_model(
         args.load,
         args.save,
         dtype=_dtype(args.dtype),
         vocab_multiple=args.make_vocab_size_divisible_by,
-        progress=show_progress,
+        progress=_show_progress,
     )
     print(f"{args.save}: {shape.family}, to be loaded with")
     flags = [f"--load {args.save}", "--finetune", "--ckpt-format torch_dist", *command_line(shape)]

@@ -12,13 +12,7 @@ import torch
 from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.safetensors_folder import read_json
-from megatron_asynchzp.hf.shape import (
-    LLAMA3_SCALING,
-    WITH_EXPERTS,
-    ExpertsShape,
-    Family,
-    ModelShape,
-)
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, WITH_EXPERTS, ExpertsShape, ModelShape
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -56,17 +50,14 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
     _check_transformers()
-    from transformers import (
-        GPT2Config,
-        LlamaConfig,
-        MixtralConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
+    from transformers import AutoConfig
 
-    common: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[shape.family]],
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.is_tied,
         "dtype": dtype,
@@ -75,53 +66,25 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         "eos_token_id": None,
     }
     if shape.family == "gpt2":
-        config = GPT2Config(
-            n_layer=shape.num_layers,
-            n_embd=shape.hidden_size,
-            n_inner=shape.ffn_hidden_size,
-            n_head=shape.num_heads,
-            n_positions=shape.max_positions,
-            layer_norm_epsilon=shape.norm_eps,
-            activation_function="gelu_new" if shape.is_gelu_tanh else "gelu",
-            **common,
-        )
-        config.save_pretrained(folder)
-        return
-    if shape.family != "qwen2":
-        common["head_dim"] = shape.head_dim
+        entries["n_inner"] = shape.ffn_hidden_size
+        entries["layer_norm_epsilon"] = shape.norm_eps
+        entries["activation_function"] = "gelu_new" if shape.is_gelu_tanh else "gelu"
+    else:
+        entries["intermediate_size"] = shape.ffn_hidden_size
+        entries["num_key_value_heads"] = shape.num_query_groups
+        entries["rms_norm_eps"] = shape.norm_eps
+        entries["rope_parameters"] = _rope_parameters(shape)
+        if shape.family != "qwen2":
+            entries["head_dim"] = shape.head_dim
     if shape.experts is not None:
-        common |= _experts_entries(shape.family, shape.experts)
-    kinds = {
-        "llama": LlamaConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "mixtral": MixtralConfig,
-        "qwen3_moe": Qwen3MoeConfig,
-    }
-    config = kinds[shape.family](
-        num_hidden_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_query_groups,
-        max_position_embeddings=shape.max_positions,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters=_rope_parameters(shape),
-        **common,
-    )
-    config.save_pretrained(folder)
-    _spell_for_transformers_4(folder / "config.json", shape)
-
-
-def _experts_entries(family: Family, experts: ExpertsShape) -> dict[str, Any]:
-    entries: dict[str, Any] = {
-        "num_local_experts": experts.num,
-        "num_experts_per_tok": experts.per_token,
-    }
-    if family == "qwen3_moe":
-        entries["moe_intermediate_size"] = experts.ffn_hidden_size
-        entries["norm_topk_prob"] = experts.is_normalised
-    return entries
+        entries["num_local_experts"] = shape.experts.num
+        entries["num_experts_per_tok"] = shape.experts.per_token
+    if shape.experts is not None and shape.family == "qwen3_moe":
+        entries["moe_intermediate_size"] = shape.experts.ffn_hidden_size
+        entries["norm_topk_prob"] = shape.experts.is_normalised
+    AutoConfig.for_model(shape.family, **entries).save_pretrained(folder)
+    if shape.family != "gpt2":
+        _spell_for_transformers_4(folder / "config.json", shape)
 
 
 def _rope_parameters(shape: ModelShape) -> dict[str, Any]:

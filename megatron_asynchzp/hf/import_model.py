@@ -3,7 +3,6 @@
 """Converts a Hugging Face directory to a Megatron checkpoint."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,16 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
-from megatron_asynchzp.checkpoint_files.common_state import COMMON, COMMON_OBJECT
-from megatron_asynchzp.checkpoint_files.small_files import replace_file
+from megatron_asynchzp.checkpoint_files.index import COMMON, COMMON_OBJECT
+from megatron_asynchzp.checkpoint_files.manifest import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
 from megatron_asynchzp.hf.mapping import TensorRule, rules_of, state_keys
-from megatron_asynchzp.hf.megatron_arguments import write_arguments
-from megatron_asynchzp.hf.output_folder import check_unoccupied, complete_or_absent
-from megatron_asynchzp.hf.progress import Progress, no_progress
+from megatron_asynchzp.hf.output_folder import (
+    Progress,
+    check_unoccupied,
+    complete_or_absent,
+    no_progress,
+)
 from megatron_asynchzp.hf.safetensors_folder import FolderReader
-from megatron_asynchzp.hf.shape import ModelShape, describe_difference
+from megatron_asynchzp.hf.shape import ModelShape, describe_difference, write_arguments
 from megatron_asynchzp.hf.torch_dist import TensorToWrite, write_checkpoint
 
 # Older directories hold these tensors, which a model computes.
@@ -41,18 +43,9 @@ def import_model(
 ) -> ModelShape:
     """Write the model of a Hugging Face directory as a release checkpoint that Megatron loads.
 
-    Memory holds one tensor, in a few copies.
-
-    Args:
-        load: The Hugging Face directory.
-        save: A new or empty folder, for Megatron's --load.
-        dtype: Of the written tensors; by default every tensor keeps its own.
-        vocab_multiple: The embedding gets rows of zeros up to a multiple of this.
-        progress: Shows the tensors that are done.
-
-    Raises:
-        ConfigurationError: Megatron does not compute the model, or `save` is not empty. Nothing is
-            written then.
+    Memory holds one tensor, in a few copies. The embedding gets rows of zeros up to a multiple of
+    `vocab_multiple`. Raises ConfigurationError, with nothing written, if Megatron does not compute
+    the model or `save` is not empty.
     """
     check_unoccupied(save)
     shape = read_config(load, vocab_multiple)
@@ -82,7 +75,7 @@ def import_model(
         for key, rule in keys
     ]
     with complete_or_absent(save) as folder:
-        objects = dict(_objects(shape))
+        objects = _objects(shape)
         write_checkpoint(folder / RELEASE, tensors, objects)
         # Stock megatron-core 0.18 looks for it here; later versions read either.
         torch.save(objects[COMMON_OBJECT], folder / RELEASE / COMMON)
@@ -158,17 +151,11 @@ def _are_equal(embedding: Tensor, head: Tensor) -> bool:
     return torch.equal(embedding, head)
 
 
-def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
-    yield (
-        COMMON_OBJECT,
-        {
-            "args": write_arguments(shape),
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-            "content_metadata": {
-                "singleton_local_shards": False,
-                "chained_optim_avoid_prefix": True,
-            },
-        },
-    )
-    yield from ((key, None) for key in state_keys(shape))
+def _objects(shape: ModelShape) -> dict[str, Any]:
+    common = {
+        "args": write_arguments(shape),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    return {COMMON_OBJECT: common, **dict.fromkeys(state_keys(shape))}

@@ -1,15 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that pair Megatron's tensors with those of transformers, with exact conversions."""
+"""Tables that pair Megatron's tensors with those of transformers, with exact conversions.
 
-from collections.abc import Callable, Iterator
+It lists the tensors of a whole model in their order of use, and refuses models with others. The
+export of a checkpoint and the stream of a running model share it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_asynchzp.hf.shape import WITH_QK_NORMS, Family, ModelShape
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.config import write_config
+from megatron_asynchzp.hf.output_folder import complete_or_absent
+from megatron_asynchzp.hf.safetensors_folder import TensorInfo, write_folder
+from megatron_asynchzp.hf.shape import WITH_QK_NORMS, Family, ModelShape, describe_difference
 
 LAYERS = "decoder.layers."
 EXPERTS = f"{LAYERS}mlp.experts.experts."
@@ -72,28 +82,20 @@ def join_qkv(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
     return torch.cat(by_group, dim=1).view(-1, *parts[0].shape[1:])
 
 
-def _keep(tensor: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
-    return (tensor,)
-
-
-def _only(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
-    return parts[0]
-
-
-def _transpose(tensor: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
-    return (tensor.t().contiguous(),)  # transformers' Conv1D computes x @ weight
-
-
-def _transpose_back(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
-    return parts[0].t().contiguous()
-
-
-def _split_gate_up(fc1: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
-    return tuple(half.contiguous() for half in fc1.chunk(2))
-
-
-def _join_gate_up(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
-    return torch.cat(parts)
+# to_hf and to_megatron of a rule; transformers' Conv1D computes x @ weight.
+type _Pair = tuple[
+    Callable[[Tensor, ModelShape], tuple[Tensor, ...]],
+    Callable[[tuple[Tensor, ...], ModelShape], Tensor],
+]
+_KEPT: _Pair = (lambda whole, _: (whole,), lambda parts, _: parts[0])
+_GATE_UP: _Pair = (
+    lambda whole, _: tuple(half.contiguous() for half in whole.chunk(2)),
+    lambda parts, _: torch.cat(parts),
+)
+_CONV: _Pair = (
+    lambda whole, _: (whole.t().contiguous(),),
+    lambda parts, _: parts[0].t().contiguous(),
+)
 
 
 def _to_conv_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
@@ -116,27 +118,25 @@ def _pad(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
     return torch.cat([table, padding])
 
 
-def _rule(
-    key: str, names: str, dims: str, to_hf: Callable = _keep, to_megatron: Callable = _only
-) -> TensorRule:
-    return TensorRule(key, tuple(names.split()), tuple(dims.split()), to_hf, to_megatron)
+def _rule(key: str, names: str, dims: str, pair: _Pair = _KEPT) -> TensorRule:
+    return TensorRule(key, tuple(names.split()), tuple(dims.split()), *pair)
 
 
 _QKV = f"{LAYERS}self_attention.linear_qkv."
 _PROJ = f"{LAYERS}self_attention.linear_proj."
 _FC1 = f"{LAYERS}mlp.linear_fc1."
 _FC2 = f"{LAYERS}mlp.linear_fc2."
-_VOCABULARY = (_drop_padding, _pad)
+_VOCABULARY, _QKV_ROWS = (_drop_padding, _pad), (split_qkv, join_qkv)
 
 _ATTN, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 # fmt: off
 _WITHOUT_MLP = (
     _rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden",
-          *_VOCABULARY),
+          _VOCABULARY),
     _rule(f"{_QKV}layer_norm_weight", "model.layers.{}.input_layernorm.weight", "hidden"),
     _rule(f"{_QKV}weight", f"{_ATTN}q_proj.weight {_ATTN}k_proj.weight {_ATTN}v_proj.weight",
-          "qkv hidden", split_qkv, join_qkv),
+          "qkv hidden", _QKV_ROWS),
     _rule(f"{_PROJ}weight", f"{_ATTN}o_proj.weight", "hidden heads"),
     _rule("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
 )
@@ -147,7 +147,7 @@ _LLAMA = (
     *_WITHOUT_MLP,
     _MLP_NORM,
     _rule(f"{_FC1}weight", f"{_MLP}gate_proj.weight {_MLP}up_proj.weight",
-          "gate_up hidden", _split_gate_up, _join_gate_up),
+          "gate_up hidden", _GATE_UP),
     _rule(f"{_FC2}weight", f"{_MLP}down_proj.weight", "hidden ffn"),
 )
 # fmt: on
@@ -156,7 +156,7 @@ _LLAMA = (
 _QWEN2 = (
     *_LLAMA,
     _rule(f"{_QKV}bias", f"{_ATTN}q_proj.bias {_ATTN}k_proj.bias {_ATTN}v_proj.bias",
-          "qkv", split_qkv, join_qkv),
+          "qkv", _QKV_ROWS),
 )
 # fmt: on
 
@@ -183,8 +183,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
             f"{EXPERTS}linear_fc1.weight",
             f"{expert}.{gate}.weight {expert}.{up}.weight",
             "expert_gate_up hidden",
-            _split_gate_up,
-            _join_gate_up,
+            _GATE_UP,
         ),
         _rule(f"{EXPERTS}linear_fc2.weight", f"{expert}.{down}.weight", "hidden expert_ffn"),
     )
@@ -198,31 +197,30 @@ _QWEN3_MOE = (
 )
 
 _H = "transformer.h.{}."
-_CONV = (_transpose, _transpose_back)
 _CONV_QKV = (_to_conv_qkv, _from_conv_qkv)
 
 _GPT2 = (
     _rule(
-        "embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden", *_VOCABULARY
+        "embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden", _VOCABULARY
     ),
     _rule("embedding.position_embeddings.weight", "transformer.wpe.weight", "positions hidden"),
     _rule(f"{_QKV}layer_norm_weight", f"{_H}ln_1.weight", "hidden"),
     _rule(f"{_QKV}layer_norm_bias", f"{_H}ln_1.bias", "hidden"),
-    _rule(f"{_QKV}weight", f"{_H}attn.c_attn.weight", "qkv hidden", *_CONV_QKV),
-    _rule(f"{_QKV}bias", f"{_H}attn.c_attn.bias", "qkv", *_CONV_QKV),
-    _rule(f"{_PROJ}weight", f"{_H}attn.c_proj.weight", "hidden heads", *_CONV),
+    _rule(f"{_QKV}weight", f"{_H}attn.c_attn.weight", "qkv hidden", _CONV_QKV),
+    _rule(f"{_QKV}bias", f"{_H}attn.c_attn.bias", "qkv", _CONV_QKV),
+    _rule(f"{_PROJ}weight", f"{_H}attn.c_proj.weight", "hidden heads", _CONV),
     _rule(f"{_PROJ}bias", f"{_H}attn.c_proj.bias", "hidden"),
     _rule(f"{_FC1}layer_norm_weight", f"{_H}ln_2.weight", "hidden"),
     _rule(f"{_FC1}layer_norm_bias", f"{_H}ln_2.bias", "hidden"),
-    _rule(f"{_FC1}weight", f"{_H}mlp.c_fc.weight", "ffn hidden", *_CONV),
+    _rule(f"{_FC1}weight", f"{_H}mlp.c_fc.weight", "ffn hidden", _CONV),
     _rule(f"{_FC1}bias", f"{_H}mlp.c_fc.bias", "ffn"),
-    _rule(f"{_FC2}weight", f"{_H}mlp.c_proj.weight", "hidden ffn", *_CONV),
+    _rule(f"{_FC2}weight", f"{_H}mlp.c_proj.weight", "hidden ffn", _CONV),
     _rule(f"{_FC2}bias", f"{_H}mlp.c_proj.bias", "hidden"),
     _rule("decoder.final_layernorm.weight", "transformer.ln_f.weight", "hidden"),
     _rule("decoder.final_layernorm.bias", "transformer.ln_f.bias", "hidden"),
 )
 
-_OUTPUT = _rule("output_layer.weight", "lm_head.weight", "vocab hidden", *_VOCABULARY)
+_OUTPUT = _rule("output_layer.weight", "lm_head.weight", "vocab hidden", _VOCABULARY)
 
 _TABLES: dict[Family, tuple[TensorRule, ...]] = {
     "llama": _LLAMA,
@@ -272,3 +270,80 @@ def rules_of(shape: ModelShape) -> tuple[TensorRule, ...]:
     """Return the rules of the model's family, with an output layer unless it is tied."""
     table = _TABLES[shape.family]
     return table if shape.is_tied else (*table, _OUTPUT)
+
+
+_FIRST = "embedding."
+
+
+class Job(NamedTuple):
+    """A tensor of Megatron to convert."""
+
+    rule: TensorRule
+    place: tuple[int, ...]  # (), (layer,) or (layer, expert)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.rule.names_of(self.place)
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Sorts by use: (0,) before all layers, (1, layer), (2,) after all layers."""
+        if self.rule.key.startswith(LAYERS):
+            return (1, self.place[0])
+        return (0,) if self.rule.key.startswith(_FIRST) else (2,)
+
+    def convert(self, whole: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.names, self.rule.to_hf(whole, shape), strict=True)
+
+
+def jobs_in_order_of_use(shape: ModelShape) -> list[Job]:
+    jobs = [Job(rule, place) for rule in rules_of(shape) for place in rule.places(shape)]
+    return sorted(jobs, key=lambda job: job.part)
+
+
+def write_model(
+    output: Path,
+    shape: ModelShape,
+    dtype_of: Callable[[TensorRule], torch.dtype],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_nbytes: int,
+) -> None:
+    """Write tensors, which come in order of use, as a Hugging Face directory or not at all.
+
+    dtype_of gives the dtype in which the tensors of a rule come and are written.
+    """
+    infos = {
+        name: TensorInfo(size, dtype_of(job.rule))
+        for job in jobs_in_order_of_use(shape)
+        for name, size in zip(job.names, job.rule.hf_sizes(shape), strict=True)
+    }
+    with complete_or_absent(output) as folder:
+        write_config(shape, folder, dtype_of(rules_of(shape)[0]))
+        write_folder(folder, infos, tensors, max_file_nbytes)
+
+
+def match_keys(
+    source: str, sizes: Mapping[str, Collection[int]], shape: ModelShape
+) -> dict[str, str]:
+    """Return the key of each rule's tensor in a model with tensors of `sizes`, by the rule's key.
+
+    Layers and experts are stacked. Tensors or sizes other than those of `shape` are a
+    ConfigurationError, which calls the model `source`.
+    """
+    matched, missing = {}, []
+    for rule in rules_of(shape):
+        key = next((k for k in (rule.key, OTHER_KEYS.get(rule.key)) if k in sizes), None)
+        if key is None:
+            missing.append(rule.key)
+            continue
+        matched[rule.key] = key
+        wanted = [*rule.stack(shape), *rule.megatron_size(shape)]
+        if list(sizes[key]) != wanted:
+            raise ConfigurationError(
+                f"{key} has size {list(sizes[key])}, but {wanted} by the arguments"
+            )
+    twins = {rule.twin for rule in rules_of(shape)}
+    foreign = sorted(set(sizes) - set(matched.values()) - twins)
+    if missing or foreign:
+        raise ConfigurationError(describe_difference(source, shape, missing, foreign))
+    return matched

@@ -1,15 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a directory completely or not at all."""
+"""Writes a directory completely or not at all, and says how far it is."""
 
 import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
+
+type Progress = Callable[[Iterable, int], Iterable]
+"""Yields the steps of its first argument, whose number is the second."""
+
+
+def no_progress(steps: Iterable, total: int) -> Iterable:
+    return steps
 
 
 def check_unoccupied(folder: Path) -> None:

@@ -95,8 +95,7 @@ def _describe_weights(folder: Path) -> str:
 class FolderReader:
     """Reads the tensors of a directory that transformers would read, one at a time.
 
-    Raises:
-        ConfigurationError: A file is missing or not whole; the message names it.
+    Raises ConfigurationError by name for a file that is missing or not whole.
     """
 
     def __init__(self, folder: Path):

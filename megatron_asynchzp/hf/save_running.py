@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.contents import write_model
+from megatron_asynchzp.hf.mapping import write_model
 from megatron_asynchzp.hf.output_folder import check_unoccupied
 from megatron_asynchzp.hf.safetensors_folder import MAX_FILE_NBYTES
 from megatron_asynchzp.hf.weight_stream import WeightStream

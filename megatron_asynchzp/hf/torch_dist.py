@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
-from megatron_asynchzp.checkpoint_files.common_state import read_common_state
-from megatron_asynchzp.checkpoint_files.index import METADATA, pickle_index
+from megatron_asynchzp.checkpoint_files.index import METADATA, pickle_index, read_common_state
+from megatron_asynchzp.checkpoint_files.manifest import replace_file
 from megatron_asynchzp.checkpoint_files.parts import create_read_items
-from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -51,10 +50,7 @@ def find_checkpoint(
     Warn of newer checkpoints that are skipped. Raise ConfigurationError unless it is intact and in
     the format torch_dist.
     """
-    try:
-        choice = choose_checkpoint(folder, step, level=level)
-    except ConfigurationError as error:
-        raise ConfigurationError(str(error)) from None
+    choice = choose_checkpoint(folder, step, level=level)
     if choice is None:
         raise ConfigurationError(f"--load {folder} holds no checkpoint of Megatron")
     for line in choice.lines:

@@ -4,8 +4,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.engine.zero.guard import SHARDED_AS
 from megatron_asynchzp.engine.zero.params import refuse_params, refuse_shared_memory, refuse_views
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 
 _REPLICATING = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _GRAPHS, _GRAPHED = ("CUDAGraph", "NPUGraph"), "make_graphed_callables"
@@ -62,42 +63,45 @@ def checked_call(
     offload: Any = 0.0,
 ) -> ShardCall:
     """Check the arguments that need neither the model nor other ranks."""
-    new_optimizer = checked_optimizer(optimizer)
-    group = checked_group(group)
+    is_made = isinstance(optimizer, torch.optim.Optimizer)
+    if is_made or not callable(optimizer):
+        value = f"a {type(optimizer).__name__}" if is_made else repr(optimizer)
+        raise ConfigurationError(
+            f"optimizer is {value}; pass a function of this rank's parts, such as {_OPTIMIZER}"
+        )
+    raise_first(_faults_of_group(group))
+    group = group.get_group() if isinstance(group, DeviceMesh) else group
+    group = group or dist.distributed_c10d._get_default_group()
     if isinstance(sizes, DeviceMesh):
         sizes = sizes_of_mesh(sizes)
     ranks = dist.get_process_group_ranks(group)
     sizes = default_sizes(len(ranks)) if sizes is None else sizes
-    refuse_arguments(sizes, schedule, offload, cast_forward_inputs, param_dtype)
+    raise_first(_faults_of(sizes, schedule, offload, cast_forward_inputs, param_dtype))
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     of_rank = torch.device(device), float(offload)
     return ShardCall(
-        topology, new_optimizer, group, schedule, param_dtype, cast_forward_inputs, *of_rank
+        topology, optimizer, group, schedule, param_dtype, cast_forward_inputs, *of_rank
     )
 
 
-def checked_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group that `group` (None, a group or a 1-D DeviceMesh) stands for."""
+def _faults_of_group(group: Any) -> Iterator[str]:
     if not dist.is_initialized():
-        raise ConfigurationError(
+        yield (
             "torch.distributed is not initialized; call torch.distributed.init_process_group() "
             "first, and start the script with torchrun"
         )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ConfigurationError(
-                f"group is a mesh of {group.ndim} dimensions; hand over one of them, as "
-                "mesh['dp'], and say with sizes how many ranks share a copy"
-            )
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ConfigurationError(
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        yield (
+            f"group is a mesh of {group.ndim} dimensions; hand over one of them, as mesh['dp'], "
+            "and say with sizes how many ranks share a copy"
+        )
+    if not isinstance(group, (DeviceMesh, dist.ProcessGroup, type(None))):
+        yield (
             f"group is a {type(group).__name__}; it is to be a process group, a mesh of one "
             "dimension, or None for all ranks"
         )
-    return group or dist.distributed_c10d._get_default_group()
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
@@ -119,101 +123,79 @@ def default_sizes(num_ranks: int) -> ShardSizes:
 
 def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
     """Return the modules of `units`, or the default ones; check that they can be units."""
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model is a {type(model).__name__}; it is to be an nn.Module")
-    if isinstance(units, nn.Module) and not isinstance(units, Iterable):
-        raise ConfigurationError(
-            f"units is one {type(units).__name__}; hand over a list, as units=model.layers"
-        )
-    paths = {module: path for path, module in model.named_modules()}
-    checked: list[nn.Module] = []
-    for unit in default_units(model) if units is None else units:
-        if not isinstance(unit, nn.Module):
-            found = unit.__name__ if isinstance(unit, type) else repr(unit)
-            raise ConfigurationError(
-                f"units has {found}, which is no module; hand over the modules themselves, as "
-                "[m for m in model.modules() if isinstance(m, Block)]"
-            )
-        if unit not in paths:
-            raise ConfigurationError(
-                f"units has a {type(unit).__name__} that is not a part of the model; take units "
-                "from the model that is sharded"
-            )
-        if isinstance(unit, _CONTAINERS):
-            raise ConfigurationError(
-                f"units has {paths[unit]}, a {type(unit).__name__}, which is never called itself; "
-                f"hand over its members, as units=model.{paths[unit]}"
-            )
-        if unit not in checked:
-            checked.append(unit)
-    refuse_sharded(model)
+    raise_first(_faults_of_kinds(model, units))
+    listed = list(default_units(model) if units is None else units)
+    raise_first(chain(_faults_of_units(model, listed), faults_of_sharded(model)))
     refuse_params(model, allows_meta=True)
     if not any(param.is_meta for param in model.parameters()):
         refuse_shared_memory(model)
     refuse_views(model)
-    return checked
+    return list(dict.fromkeys(listed))
 
 
-def refuse_arguments(
+def _faults_of_kinds(model: Any, units: Any) -> Iterator[str]:
+    if not isinstance(model, nn.Module):
+        yield f"model is a {type(model).__name__}; it is to be an nn.Module"
+    if isinstance(units, nn.Module) and not isinstance(units, Iterable):
+        yield f"units is one {type(units).__name__}; hand over a list, as units=model.layers"
+
+
+def _faults_of_units(model: nn.Module, units: Iterable[Any]) -> Iterator[str]:
+    paths = {module: path for path, module in model.named_modules()}
+    for unit in units:
+        kind = type(unit).__name__
+        if not isinstance(unit, nn.Module):
+            value = unit.__name__ if isinstance(unit, type) else repr(unit)
+            yield (
+                f"units has {value}, which is no module; hand over the modules themselves, as "
+                "[m for m in model.modules() if isinstance(m, Block)]"
+            )
+        elif unit not in paths:
+            yield (
+                f"units has a {kind} that is not a part of the model; take units from the model "
+                "that is sharded"
+            )
+        elif isinstance(unit, _CONTAINERS):
+            yield (
+                f"units has {paths[unit]}, a {kind}, which is never called itself; hand over its "
+                f"members, as units=model.{paths[unit]}"
+            )
+
+
+def _faults_of(
     sizes: Any, schedule: Any, offload: Any, casts_inputs: Any, param_dtype: Any
-) -> None:
-    """Refuse arguments of another kind than `shard` takes."""
+) -> Iterator[str]:
+    if not isinstance(sizes, ShardSizes):
+        yield (
+            f"sizes is {sizes!r}; it is to be ShardSizes(param, grad, optim), each a number of "
+            "ranks that share one copy, or a mesh"
+        )
+    if not isinstance(schedule, ScheduleConfig):
+        allowed = "a ScheduleConfig, as ScheduleConfig('inline')"
+        yield f"schedule is {schedule!r}; it is to be {allowed}"
     is_number = isinstance(offload, (int, float)) and not isinstance(offload, bool)
-    for name, value, is_allowed, allowed in (
-        (
-            "sizes",
-            sizes,
-            isinstance(sizes, ShardSizes),
-            "ShardSizes(param, grad, optim), each a number of ranks that share one copy, or a mesh",
-        ),
-        (
-            "schedule",
-            schedule,
-            isinstance(schedule, ScheduleConfig),
-            "a ScheduleConfig, as ScheduleConfig('inline')",
-        ),
-        (
-            "offload",
-            offload,
-            is_number and 0 <= offload <= 1,
-            "the part of the optimizer states that is on the host, from 0 to 1",
-        ),
-        ("cast_forward_inputs", casts_inputs, isinstance(casts_inputs, bool), "True or False"),
-        (
-            "param_dtype",
-            param_dtype,
-            param_dtype in (None, torch.bfloat16, torch.float16),
-            "torch.bfloat16, torch.float16, or None for the dtypes that the model has",
-        ),
-    ):
-        if not is_allowed:
-            raise ConfigurationError(f"{name} is {value!r}; it is to be {allowed}")
+    if not (is_number and 0 <= offload <= 1):
+        allowed = "the part of the optimizer states that is on the host, from 0 to 1"
+        yield f"offload is {offload!r}; it is to be {allowed}"
+    if not isinstance(casts_inputs, bool):
+        yield f"cast_forward_inputs is {casts_inputs!r}; it is to be True or False"
+    if param_dtype not in (None, torch.bfloat16, torch.float16):
+        allowed = "torch.bfloat16, torch.float16, or None for the dtypes that the model has"
+        yield f"param_dtype is {param_dtype!r}; it is to be {allowed}"
 
 
-def _refuse_casts(model: nn.Module) -> None:
-    """Refuse param_dtype for a model without fp32 values."""
+def _faults_of_casts(model: nn.Module) -> Iterator[str]:
     for name, param in model.named_parameters():
         if param.is_meta:
-            raise ConfigurationError(
+            yield (
                 f"{name} is on the meta device, where param_dtype has no fp32 values to start "
                 "from; build the model in that dtype, and give exact values with load_full_params()"
             )
         if param.requires_grad and param.dtype != torch.float32:
-            raise ConfigurationError(
+            yield (
                 f"{name} is {param.dtype}; param_dtype is for models whose trained parameters are "
                 "fp32, leave it out"
             )
-
-
-def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
-    """`optimizer`, which is to be a function that makes one."""
-    is_made = isinstance(optimizer, torch.optim.Optimizer)
-    if is_made or not callable(optimizer):
-        found = f"a {type(optimizer).__name__}" if is_made else repr(optimizer)
-        raise ConfigurationError(
-            f"optimizer is {found}; pass a function of this rank's parts, such as {_OPTIMIZER}"
-        )
-    return optimizer
 
 
 def _is_compiled_with_graphs(one: Any) -> bool:
@@ -222,35 +204,35 @@ def _is_compiled_with_graphs(one: Any) -> bool:
     return isinstance(options, dict) and bool(cast(Any, options).get("triton.cudagraphs"))
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model that is sharded, replicated, captured in a graph or made for inference."""
+def faults_of_sharded(model: nn.Module) -> Iterator[str]:
+    """Yield why a model that is sharded, replicated, captured or made for inference is refused."""
     for path, module in model.named_modules():
         if isinstance(module, _REPLICATING):
             kind = type(module).__name__
-            raise ConfigurationError(
+            yield (
                 f"{path or 'the model'} is a {kind}, which reduces gradients itself; hand over the "
                 "module in it, before it is wrapped"
             )
         for one in [module, *tree_leaves([*vars(module).values()])]:
             if (one is module or not isinstance(one, nn.Module)) and _is_compiled_with_graphs(one):
-                raise ConfigurationError(
+                yield (
                     f"{path or 'the model'} is compiled with CUDA graphs (mode "
                     '"reduce-overhead" or "max-autotune"), which read parameters where they lie '
                     "now; compile it without them"
                 )
             if type(one).__name__ in _GRAPHS or _GRAPHED in getattr(one, "__qualname__", ""):
-                raise ConfigurationError(
+                yield (
                     f"{path or 'the model'} has a captured graph, which reads parameters where "
                     "they lie now; hand over the model before it is captured"
                 )
     for name, param in model.named_parameters():
         if hasattr(param, SHARDED_AS):
-            raise ConfigurationError(
+            yield (
                 f"{name} is sharded already; call shard once for each model, with all its units, "
                 "and build the model again to shard it otherwise"
             )
         if not is_lazy(param) and param.is_inference():
-            raise ConfigurationError(
+            yield (
                 f"{name} was made in torch.inference_mode, and cannot be trained; build the model "
                 "outside of it"
             )
@@ -275,7 +257,7 @@ def check_model(model: nn.Module, units: Iterable[nn.Module], call: ShardCall) -
     """Refuse models and calls that differ between ranks. Collective."""
     is_meta = any(param.is_meta for param in model.parameters())
     if call.param_dtype is not None:
-        _refuse_casts(model)
+        raise_first(_faults_of_casts(model))
     device = call.device if is_meta else next(model.parameters()).device
     paths = {module: path for path, module in model.named_modules()}
     found = {"sizes": text_of(call.topology.sizes), "param_dtype": text_of(call.param_dtype)}

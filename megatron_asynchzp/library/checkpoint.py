@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A sharded model's checkpoint: the parts that a rank saves, and how it loads them."""
+"""The parts of a checkpoint that a rank saves and loads, and whole values that it takes over."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,16 @@ from torch import nn
 from megatron_asynchzp.engine.comm.agreement import settings_of_group, text_of
 from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.unit import Fragment
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
-from megatron_asynchzp.library.parts import plain
-from megatron_asynchzp.library.state import NOT_THERE, AbsentState, ShardedState
-from megatron_asynchzp.library.states import (
+from megatron_asynchzp.library.grads import plain
+from megatron_asynchzp.library.optimizer import (
     StateKind,
     creates_states_in_first_step,
     kinds_of_states,
     optimizers_within,
 )
-from megatron_asynchzp.library.whole_values import saved_buffers
+from megatron_asynchzp.library.state import NOT_THERE, AbsentState, ShardedState
 
 _OWN_KEYS = {"model", "optim", "grad_record", "param_groups", "optim_keys"}
 _PARAMS = "params"
@@ -36,17 +35,17 @@ class ModelCheckpoint:
     model: nn.Module
     runtime: HZPRuntime
     optimizer: torch.optim.Optimizer
-    parts: Sequence[HeldFragment]  # all that this rank has
+    parts: Sequence[Fragment]  # all that this rank has
     is_first: bool  # whether this rank saves what all ranks have
 
     @property
-    def _trained(self) -> list[TrainedFragment]:
-        return [part for part in self.parts if isinstance(part, TrainedFragment)]
+    def _trained(self) -> list[Fragment]:
+        return [part for part in self.parts if part.unit.is_trained]
 
     def state_dict(self, only_trained: bool) -> dict[str, Any]:
         """Return the state. Nothing may be in flight, unless the model is asleep."""
         state: dict[str, Any] = {
-            f"model.{part.name}": part.state_of(self.runtime.current_values(part.values))
+            f"model.{part.name}": _state_of(part, self.runtime.current_values(part.values))
             for part in (self._trained if only_trained else self.parts)
             if part.held.numel
         }
@@ -83,7 +82,7 @@ class ModelCheckpoint:
                 if problem := _problem_of_extra(key, tensor, part):
                     raise ConfigurationError(f"extra[{key!r}][{name!r}] {problem}")
                 if part is not None and part.held.numel:
-                    state[f"{key}.{name}"] = part.state_of(plain(tensor.detach()))
+                    state[f"{key}.{name}"] = _state_of(part, plain(tensor.detach()))
         return state
 
     def _kinds(self) -> dict[nn.Parameter, dict[str, StateKind]]:
@@ -113,7 +112,7 @@ class ModelCheckpoint:
                 "which torch.distributed.checkpoint.load has read; a whole state dict of the model "
                 "goes into sharded.model.load_state_dict()"
             )
-        frozen = (one for one in self.parts if not isinstance(one, TrainedFragment))
+        frozen = (one for one in self.parts if not one.unit.is_trained)
         has_frozen = any(f"model.{part.name}" in state for part in frozen)
         asked = self.parts if has_frozen else self._trained
         if not all(_is_place_of(part, state) for part in asked if part.held.numel):
@@ -190,7 +189,11 @@ class ModelCheckpoint:
                     )
 
 
-def _problem_of_extra(key: str, tensor: torch.Tensor, part: TrainedFragment | None) -> str | None:
+def _state_of(part: Fragment, values: torch.Tensor) -> ShardedState:
+    return ShardedState(part.shape, part.held, values)
+
+
+def _problem_of_extra(key: str, tensor: torch.Tensor, part: Fragment | None) -> str | None:
     """Return why `tensor` cannot be saved by `key` as values of `part`."""
     if key.partition(".")[0] in _OWN_KEYS:
         return f"has a key of sharded.state_dict() itself; replace {key!r}, for example by 'ema'"
@@ -217,10 +220,10 @@ def _refuse_inner_states(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _place_of(part: TrainedFragment, key: str, value: Any, kind: StateKind) -> Any:
+def _place_of(part: Fragment, key: str, value: Any, kind: StateKind) -> Any:
     """`value`, a state of `part`, for a checkpoint."""
     if kind.per == "element" and value.shape == part.values.shape:
-        return part.state_of(plain(value))
+        return _state_of(part, plain(value))
     if kind.per in ("element", "other"):
         raise ConfigurationError(
             f"the optimizer's state {key!r} of {part.name} has shape {tuple(value.shape)} for the "
@@ -230,7 +233,7 @@ def _place_of(part: TrainedFragment, key: str, value: Any, kind: StateKind) -> A
     return value
 
 
-def _absent(part: TrainedFragment, kind: StateKind) -> Any:
+def _absent(part: Fragment, kind: StateKind) -> Any:
     """Return a placeholder for a state that `part` does not have."""
     if kind.per == "element":
         # A state is on the device of its main parameters.
@@ -273,7 +276,86 @@ def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _is_place_of(part: HeldFragment, state: Mapping[str, Any]) -> bool:
+def _is_place_of(part: Fragment, state: Mapping[str, Any]) -> bool:
     """Whether loading into `state` has written the values of `part`."""
     found = state.get(f"model.{part.name}")
     return isinstance(found, ShardedState) and found.values.data_ptr() == part.values.data_ptr()
+
+
+_WHOLE = "hand over the model's whole state_dict()"
+_EXTRA = "_extra_state"
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that torch's own state_dict of `model` would have."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            is_saved = name.rpartition(".")[2] not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if is_saved and buffer.numel():
+                yield name, buffer
+
+
+def loadable_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """Each parameter and each persistent buffer of `model`, with all its names."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    for name, buffer in saved_buffers(model):
+        names.setdefault(buffer, []).append(name)
+    return [(each, tensor) for tensor, each in names.items()]
+
+
+@torch.no_grad()
+def problem_of_values(
+    model: nn.Module,
+    targets: list[tuple[list[str], torch.Tensor]],
+    values: Mapping[str, Any] | None,
+) -> str | None:
+    """Return why `model`, whose loadable_tensors are `targets`, cannot load `values`, or None."""
+    if values is None:
+        return f"the source rank has no values; {_WHOLE} there"
+    given = set(values)
+    for names, target in targets:
+        found = [name for name in names if name in given]
+        if not found:
+            return f"{names[0]} is not among the values; {_WHOLE}"
+        first = values[found[0]]
+        if (problem := _misfit(found[0], first, target)) is not None:
+            return problem
+        for other in found[1:]:
+            if not _are_same(values[other], first):
+                return (
+                    f"{found[0]} and {other} are one tensor in the model, but have different "
+                    "values here; build the model with separate weights, or leave one of them out"
+                )
+    empty = {name for name, buffer in model.named_buffers() if not buffer.numel()}
+    known = {name for names, _ in targets for name in names} | empty
+    for name in sorted(given - known):
+        if name.rpartition(".")[2] == _EXTRA:
+            return f"{name} is no tensor; call set_extra_state() on every rank, and leave it out"
+        if name in dict(model.named_buffers()):
+            return f"{name} is a buffer with persistent=False, which is not saved; leave it out"
+        return f"{name} is not a parameter or persistent buffer of the model; leave it out"
+    return None
+
+
+def _misfit(name: str, value: Any, target: torch.Tensor) -> str | None:
+    """Why `value` cannot become that of `target`."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or type(value.data) is not torch.Tensor:
+        kind = "on the meta device" if isinstance(value, torch.Tensor) and value.is_meta else ""
+        return f"{name} is {kind or f'a {type(value).__name__}'} there; it is to be a whole tensor"
+    if value.shape != target.shape:
+        return f"{name} has shape {tuple(value.shape)} there, {tuple(target.shape)} in the model"
+    if not torch.can_cast(value.dtype, target.dtype) or (
+        not target.is_floating_point()
+        and not target.is_complex()
+        and not torch.equal(value.to(target.dtype).to(value.dtype), value)
+    ):
+        return f"{name} is {value.dtype} there, {target.dtype} in the model, which cannot hold it"
+    return None
+
+
+def _are_same(one: Any, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    return isinstance(one, torch.Tensor) and torch.equal(one.to(other.device), other)

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,16 +14,48 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.guard import DATA, GRAD, NO_GRAPHS, SET_GRAD, SHARDED_AS, Use
-from megatron_asynchzp.engine.zero.unit import HZPUnit
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.library.inference import outside_inference
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.library.state import ShardedState
 
-_COPIES = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__}
 NO_COPIES = (
     "a sharded model cannot be copied or pickled; save sharded.state_dict() with "
     "torch.distributed.checkpoint, or take the values of sharded.full_params()"
 )
+_NO_GRADS = (
+    "gradients with respect to parameters in shards come from loss.backward() alone, for "
+    "sharded.optimizer; with sizes.param 1 torch.autograd.grad has them"
+)
+_IN_SHARDS = "the gradients of a sharded model are in shards;"
+_REFUSED: dict[Use, str] = {
+    SET_GRAD: f"{_IN_SHARDS} forget them all with zero_grad(), and set those of "
+    "sharded.optimizer's parameters",
+    GRAD: f"{_IN_SHARDS} clip them with sharded.clip_grad_norm_(), and step sharded.optimizer, not "
+    "one of your own",
+    **dict.fromkeys((torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__), NO_COPIES),
+    **dict.fromkeys(
+        (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward), _NO_GRADS
+    ),
+}
+
+
+class outside_inference(torch.inference_mode):
+    """Context and decorator that leaves torch.inference_mode, and nothing else.
+
+    Each method through which a caller reaches the engine has it; generators leave it at each step.
+    """
+
+    def __init__(self, mode: bool = False):
+        super().__init__(mode)
+        self._leaves = False
+
+    def __enter__(self) -> None:
+        self._leaves = torch.is_inference_mode_enabled()
+        if self._leaves:
+            super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._leaves:
+            super().__exit__(*error)
 
 
 def refuse_copies(_protocol: int) -> Any:
@@ -111,30 +144,15 @@ class ShardedParams:
             handle = use(*args, **kwargs)
             self._runtime.grad_hooks.move_to_end(param)
             return handle
-        if use == SET_GRAD:
-            raise ConfigurationError(
-                f"{name}: the gradients of a sharded model are in shards; forget them all with "
-                "zero_grad(), and set those of sharded.optimizer's parameters"
-            )
-        if use == GRAD:
-            raise ConfigurationError(
-                f"{name}: the gradients of a sharded model are in shards; clip them with "
-                "sharded.clip_grad_norm_(), and step sharded.optimizer, not one of your own"
-            )
-        if use in _COPIES:
-            raise ConfigurationError(f"{name}: {NO_COPIES}")
-        if use in (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward):
-            raise ConfigurationError(
-                f"{name}: gradients with respect to parameters in shards come from loss.backward() "
-                "alone, for sharded.optimizer; with sizes.param 1 torch.autograd.grad has them"
-            )
+        if (refusal := _REFUSED.get(use)) is not None:
+            raise ConfigurationError(f"{name}: {refusal}")
         if use in (torch.Tensor.__repr__, torch.Tensor.__format__) and not unit.is_always_unsharded:
             return f"Parameter {name} of shape {tuple(param.shape)}, in shards"
         self._runtime.check_awake()
         if use is torch.Tensor.copy_ and args[0] is param:
             self._runtime.check_usable()
             self._runtime.settle()
-            self._load(unit, index, args[1])
+            self.load(param, args[1])
             return param
         if use in DATA:
             raise ConfigurationError(
@@ -158,13 +176,10 @@ class ShardedParams:
             "the next is taken; parametrize before shard(), and leave out FSDP"
         )
 
-    def load(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Load this rank's part of whole `values` of a parameter; nothing may be in flight."""
-        self._load(*self._places[param], values)
-
     @outside_inference()
-    def _load(self, unit: HZPUnit, index: int, values: torch.Tensor) -> None:
-        """Load this rank's part of `values`, which are whole or already this part."""
+    def load(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Load this rank's part of `values`, whole or already this part; nothing is in flight."""
+        unit, index = self._places[param]
         held, own = unit.model_param.elements_of(index)
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
@@ -188,36 +203,43 @@ class ShardedParams:
 
     def refuse_changes(self) -> None:
         """Refuse a parameter that was added, removed, written to or frozen after `shard`."""
-        found: set[nn.Parameter] = set()
-        for name, param in self._model.named_parameters():
-            found.add(param)
-            if param not in self._places:
-                raise ConfigurationError(
-                    f"{name} was added or replaced after the model was sharded, and would not be "
-                    "trained; build and parametrize the model, then shard it, without FSDP"
-                )
-        if len(found) < len(self._places):
-            removed = next(param for param in self._places if param not in found)
-            raise ConfigurationError(
-                f"{self.name_of(removed)} was removed from the model, or tied to another one, "
-                "after it was sharded; build the model as it is to be trained, then shard it"
-            )
-        self.refuse_writes()
-        for param, (unit, _) in self._places.items():
-            if param.requires_grad is not unit.is_trained:
-                before = "trained" if unit.is_trained else "not trained"
-                raise ConfigurationError(
-                    f"{self.name_of(param)}: requires_grad is {param.requires_grad}, but it was "
-                    f"{before} when the model was sharded; set requires_grad before, and build "
-                    "the sharded model again to change it"
-                )
+        raise_first(chain(self._moved(), self._written(), self._frozen()))
 
     def refuse_writes(self) -> None:
         """Refuse a parameter that other code wrote to."""
+        raise_first(self._written())
+
+    def _moved(self) -> Iterator[str]:
+        present = set[nn.Parameter]()
+        for name, param in self._model.named_parameters():
+            present.add(param)
+            if param not in self._places:
+                yield (
+                    f"{name} was added or replaced after the model was sharded, and would not be "
+                    "trained; build and parametrize the model, then shard it, without FSDP"
+                )
+        for param in self._places if len(present) < len(self._places) else ():
+            if param not in present:
+                yield (
+                    f"{self.name_of(param)} was removed from the model, or tied to another one, "
+                    "after it was sharded; build the model as it is to be trained, then shard it"
+                )
+
+    def _written(self) -> Iterator[str]:
         for param, (unit, index) in self._places.items():
             if param._version != unit.sent_record.versions[index]:
-                raise ConfigurationError(
+                yield (
                     f"{self.name_of(param)} was written to, which is lost where it is in shards; "
                     "change values before the model is sharded, or with model.load_state_dict() "
                     "between two steps"
+                )
+
+    def _frozen(self) -> Iterator[str]:
+        for param, (unit, _) in self._places.items():
+            if param.requires_grad is not unit.is_trained:
+                before = "trained" if unit.is_trained else "not trained"
+                yield (
+                    f"{self.name_of(param)}: requires_grad is {param.requires_grad}, but it was "
+                    f"{before} when the model was sharded; set requires_grad before, and build "
+                    "the sharded model again to change it"
                 )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -22,14 +22,14 @@ from megatron_asynchzp.engine.at_rest.host_states import HostStates
 from megatron_asynchzp.engine.at_rest.sleep import Sleeper
 from megatron_asynchzp.engine.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
 from megatron_asynchzp.engine.comm.agreement import check_same_settings, optimizer_settings, text_of
-from megatron_asynchzp.engine.comm.report import CommReport, CommReports
+from megatron_asynchzp.engine.comm.driver import CommReport
 from megatron_asynchzp.engine.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.early_update import EarlyUpdate
 from megatron_asynchzp.engine.zero.params import TRAINED_DTYPES
-from megatron_asynchzp.engine.zero.unit import HZPUnit
+from megatron_asynchzp.engine.zero.unit import Fragment, HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.arguments import (
     ALIKE,
@@ -38,22 +38,32 @@ from megatron_asynchzp.library.arguments import (
     checked_call,
     checked_units,
 )
-from megatron_asynchzp.library.checkpoint import ModelCheckpoint
-from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
-from megatron_asynchzp.library.grads import ShardGrad, ShardParam, grad_of, set_data, set_grad
-from megatron_asynchzp.library.inference import make_writable, outside_inference
-from megatron_asynchzp.library.inputs import cast_inputs_of
+from megatron_asynchzp.library.checkpoint import (
+    ModelCheckpoint,
+    loadable_tensors,
+    problem_of_values,
+)
+from megatron_asynchzp.library.grads import (
+    Origin,
+    ShardGrad,
+    ShardParam,
+    change_class,
+    grad_of,
+    plain,
+    set_data,
+    set_grad,
+)
 from megatron_asynchzp.library.optimizer import (
     NewOptimizer,
     guarded_optimizer,
     make_states_plain,
+    make_writable,
+    may_send_early,
+    refuse_early_states,
     watch_optimizers,
 )
-from megatron_asynchzp.library.params import ShardedParams
-from megatron_asynchzp.library.parts import Origin, change_class, plain
-from megatron_asynchzp.library.runtime import runtime_of
-from megatron_asynchzp.library.states import may_send_early, refuse_early_states
-from megatron_asynchzp.library.whole_values import loadable_tensors, problem_of_values
+from megatron_asynchzp.library.params import ShardedParams, outside_inference
+from megatron_asynchzp.library.runtime import cast_inputs_of, runtime_of
 from megatron_asynchzp.weight_delta import WeightDelta
 
 
@@ -158,7 +168,7 @@ class ShardedModel:
     """
 
     def __init__(
-        self, model: nn.Module, runtime: HZPRuntime, parts: Sequence[HeldFragment], call: ShardCall
+        self, model: nn.Module, runtime: HZPRuntime, parts: Sequence[Fragment], call: ShardCall
     ):
         self.model = model
         self.runtime = runtime
@@ -167,7 +177,7 @@ class ShardedModel:
         runtime.agrees_on_reached = True
         self._params = ShardedParams(model, runtime)
         self._params.bind(lambda keeps: owner().zero_grad(keeps), lambda: owner().no_sync())
-        trained = [part for part in parts if isinstance(part, TrainedFragment)]
+        trained = [part for part in parts if part.unit.is_trained]
         places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
         self._trained = sorted(trained, key=lambda part: places[part.name])
         # Over this rank's parts of the fp32 main parameters; learning rates are changed there.
@@ -213,10 +223,6 @@ class ShardedModel:
     def _sleeper(self) -> Sleeper:
         owner = _owner(self)
         return Sleeper([self.runtime], lambda: owner().optimizer.state)
-
-    @cached_property
-    def _reports(self) -> CommReports:
-        return CommReports(self.runtime.driver)
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ConfigurationError(
@@ -304,7 +310,7 @@ class ShardedModel:
                 set_grad(part.param, self._guarded_grad(part))
         self._are_in_place = True
 
-    def _guarded_grad(self, part: TrainedFragment) -> torch.Tensor | None:
+    def _guarded_grad(self, part: Fragment) -> torch.Tensor | None:
         """Return the gradient, or None if no backward has reached the unit, as in torch."""
         # A new object: the previous one's `data` may lie elsewhere by now.
         is_reached = part.unit in self.runtime.reached
@@ -372,7 +378,9 @@ class ShardedModel:
             for part in self._trained
             if (grad := grad_of(part.param)) is not None and grad.numel()
         ]
-        norms = [torch.linalg.vector_norm(grad) for part, grad in grads if part.is_first_replica]
+        norms = [
+            torch.linalg.vector_norm(grad) for part, grad in grads if part.unit.is_first_replica
+        ]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
@@ -598,7 +606,7 @@ class ShardedModel:
 
     def take_report(self) -> CommReport:
         """Return the communication of the steps since the last call."""
-        return self._reports.next_report()
+        return self.runtime.driver.take_report()
 
     @contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
@@ -616,11 +624,6 @@ class ShardedModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             self.close()

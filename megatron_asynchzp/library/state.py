@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron_asynchzp.engine.sharding.boxes import Box, cut_into_boxes
+from megatron_asynchzp.engine.sharding.layout import Box, cut_into_boxes
 from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.errors import ConfigurationError
 

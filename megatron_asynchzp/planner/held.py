@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic, preview_nbytes
-from megatron_asynchzp.engine.sharding.host_room import num_on_host
+from megatron_asynchzp.engine.sharding.early_units import OuterTraffic, preview_nbytes
 from megatron_asynchzp.engine.sharding.in_flight import (
     FP32_NBYTES,
     MemoryInFlight,
@@ -16,6 +15,7 @@ from megatron_asynchzp.engine.sharding.in_flight import (
     grads_before_added_nbytes,
     least_in_flight,
     memory_in_flight,
+    num_on_host,
 )
 from megatron_asynchzp.engine.sharding.topology import ShardTopology
 from megatron_asynchzp.planner import model as shapes

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.host_room import room_nbytes
-from megatron_asynchzp.engine.sharding.in_flight import MemoryInFlight
+from megatron_asynchzp.engine.sharding.in_flight import MemoryInFlight, room_nbytes
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import activations
 from megatron_asynchzp.planner.activations import RunShape

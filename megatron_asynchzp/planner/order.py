@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.engine.sharding.decisions import GradsInFlight, ParamsInFlight
+from megatron_asynchzp.engine.sharding.early_units import BackwardRoom
 from megatron_asynchzp.engine.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
 from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.engine.sharding.residency import Residency

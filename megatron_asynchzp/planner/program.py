@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic
+from megatron_asynchzp.engine.sharding.early_units import OuterTraffic
 from megatron_asynchzp.engine.sharding.in_flight import UnitInFlight
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.engine.schedule import DEFAULT_GRAD_SLOT_NBYTES
-from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
-from megatron_asynchzp.engine.sharding.pieces import piece_length
+from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, piece_length, round_up
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.program import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action

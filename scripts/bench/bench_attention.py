@@ -24,9 +24,8 @@ from unittest.mock import patch
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.pasa import block_attention
+from megatron_asynchzp.attention.pasa import VENDORS, block_attention, delegate_attention
 from scripts.report.records import append
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 
@@ -37,7 +36,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = {"fp16": 1e-3, "bf16": 8e-3, "fp32": 1e-5}
 K_BIAS = 10.0
 _MORE = 2
-# Queries and keys of a tile, warps and stages, see triton_tiles.
+# Queries and keys of a tile, warps and stages, see triton_forward.
 _TRIED = tuple(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
 # Dense peak of the matrix units, TFLOPS, for the roofline.
 PEAK = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
@@ -117,18 +116,18 @@ def tune(call: AttentionCall, options) -> None:
     """Take for each kernel the tiles with which it is fastest, of those in the table and _TRIED."""
     from triton.runtime.errors import OutOfResources
 
-    from megatron_asynchzp.attention import triton_tiles
+    from megatron_asynchzp.attention import triton_forward
 
     way = Way("block", True, lambda one: block_attention(one, is_fused=True).output_BHSE)
-    padded = max(64, triton_tiles.padded_dim(options.head_dim))
+    padded = max(64, triton_forward.padded_dim(options.head_dim))
     capability = torch.cuda.get_device_capability()
     for table, direction in (
-        (triton_tiles.FORWARD, "forward_s"),
-        (triton_tiles.backward_kv_table(capability), "backward_s"),
-        (triton_tiles.BACKWARD_Q, "backward_s"),
+        (triton_forward.FORWARD, "forward_s"),
+        (triton_forward.backward_kv_table(capability), "backward_s"),
+        (triton_forward.BACKWARD_Q, "backward_s"),
     ):
         times = {}
-        for tiles in dict.fromkeys((table[padded], *map(triton_tiles.TileConfig._make, _TRIED))):
+        for tiles in dict.fromkeys((table[padded], *map(triton_forward.TileConfig._make, _TRIED))):
             with patch.dict(table, {padded: tiles}), suppress(OutOfResources):
                 times[tiles] = measure(way, call, options.repetitions)[direction]
         table[padded] = min(times, key=times.__getitem__)

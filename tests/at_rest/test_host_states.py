@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel
-from megatron_asynchzp.engine.sharding.host_room import num_on_host
+from megatron_asynchzp.engine.sharding.in_flight import num_on_host
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
 from tests.support.loops import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_asynchzp import ConfigurationError
-from megatron_asynchzp.engine.at_rest.host_copy import NUM_COPIES, HostCopy
+from megatron_asynchzp.engine.at_rest.sleep import NUM_COPIES, HostCopy
 from megatron_asynchzp.engine.device import CpuDevice
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy

@@ -24,8 +24,8 @@ from megatron_asynchzp import (
     shard,
 )
 from megatron_asynchzp.engine.at_rest.unit_stream import stream_units
+from megatron_asynchzp.engine.sharding import value_hash as hashes
 from megatron_asynchzp.engine.sharding.topology import Range
-from megatron_asynchzp.engine.zero import fingerprint as fingerprint_module
 from megatron_asynchzp.engine.zero.marks import Marks, packed, unpacked
 from scripts.testbed.counters import total
 from scripts.testbed.fabric.network import Network
@@ -503,7 +503,7 @@ def test_what_cannot_be_streamed_is_refused_in_one_line_and_nothing_is_lost():
 
 
 def follow_in_short(network: Network) -> None:
-    fingerprint_module._AT_ONCE = {"cpu": 2**6}  # which takes little memory
+    hashes._WORDS_ON_CPU = 2**6  # which takes little memory
     sharded = new_sharded((2, 2, 4), early="on", model=build_toy(BF16, width=64, depth=5))
     rollout, rank = Rollout(sharded), dist.get_rank()
     nbytes = sorted(unit.gathered_nbytes for unit in sharded.runtime.units)

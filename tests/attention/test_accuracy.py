@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 import torch
 
-from megatron_asynchzp.attention.heads import AttentionGradients
+from megatron_asynchzp.attention.call import AttentionGradients
 from megatron_asynchzp.attention.key_shift import ShiftedKeys, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward, gemm

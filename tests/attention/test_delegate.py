@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_asynchzp.attention import npu, vendors
+from megatron_asynchzp.attention import vendors
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
+from megatron_asynchzp.attention.pasa import choose_vendor, delegate_attention
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.attention.exact import exact_forward
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
@@ -232,11 +232,11 @@ def test_ascends_operator_is_called_by_its_contract(monkeypatch, name):
     mask, wanted = NPU_CASES[name]
     operator = Recorded("BNSD" if mask.packed is None else "TND")
     monkeypatch.setattr(
-        npu.importlib, "import_module", lambda _: SimpleNamespace(npu_fusion_attention=operator)
+        vendors.importlib, "import_module", lambda _: SimpleNamespace(npu_fusion_attention=operator)
     )
     inputs = normal_inputs(mask, heads=4, groups=2)
     call = AttentionCall(*inputs[:3], mask, 1.0, dropout=0.25)
-    output = npu.NpuFusion().run(call)
+    output = vendors.NpuFusion().run(call)
     (((head_num, layout), options),) = operator.calls
     assert (head_num, layout) == (4, operator.layout)
     assert options["scale"] == 1.0 and options["keep_prob"] == 0.75
@@ -259,8 +259,8 @@ def test_ascend_is_handed_no_packed_queries_that_attend_nothing_and_no_padding(m
         return AttentionCall(q, k, v, mask, 1.0)
 
     monkeypatch.setattr(AttentionCall, "device", SimpleNamespace(type="npu"))
-    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True)
-    reason = npu.NpuFusion().reason_against
+    monkeypatch.setattr(vendors.importlib.util, "find_spec", lambda name: True)
+    reason = vendors.NpuFusion().reason_against
     assert reason(on_ascend(True, 3, 5)) is reason(on_ascend(False, 1, 7)) is None
     for call in (on_ascend(True, 1, 7), on_ascend(False, 0, 8)):
         assert "attend nothing" in str(reason(call))
@@ -275,7 +275,7 @@ def test_ascend_is_handed_no_packed_queries_that_attend_nothing_and_no_padding(m
 def test_an_arbitrary_mask_reaches_ascend_inverted():
     mask = MASKS["arbitrary"]
     call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0)
-    options = npu.fusion_options(call)
+    options = vendors.fusion_options(call)
     assert torch.equal(options["atten_mask"], ~mask.allowed) and options["sparse_mode"] == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_asynchzp.checkpoint_files.common_state import COMMON, COMMON_OBJECT, read_common_state
+from megatron_asynchzp.checkpoint_files.index import COMMON, COMMON_OBJECT, read_common_state
 from megatron_asynchzp.hf.torch_dist import TensorToWrite, write_checkpoint
 
 

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, repair_tracker
-from megatron_asynchzp.checkpoint_files.common_state import read_common_state
-from megatron_asynchzp.checkpoint_files.index import IndexReader, index_read_once
+from megatron_asynchzp.checkpoint_files.index import IndexReader, index_read_once, read_common_state
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import (

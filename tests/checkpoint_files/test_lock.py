@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron_asynchzp.checkpoint_files.lock import OWNER, SaveLock
+from megatron_asynchzp.checkpoint_files.saving import OWNER, SaveLock
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed import ranks
 
@@ -28,7 +28,8 @@ def owner(tmp_path):
     assert receiver.recv() is None
     yield process
     process.kill()
-    SaveLock.release_all()
+    while SaveLock._held:
+        os.close(SaveLock._held.popitem()[1])
 
 
 def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_path, owner):

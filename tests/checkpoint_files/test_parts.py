@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items, find_fault
-from megatron_asynchzp.engine.sharding.boxes import cut_into_boxes
+from megatron_asynchzp.engine.sharding.layout import cut_into_boxes
 from megatron_asynchzp.engine.sharding.topology import Range
 
 QUICK = settings(deadline=None, derandomize=True, database=None, max_examples=150)

@@ -14,7 +14,7 @@ from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.device import CpuDevice
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.failure.other_collective import collective_of
 from megatron_asynchzp.engine.failure.saves import SaveLog
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig

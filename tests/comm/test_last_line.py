@@ -5,8 +5,11 @@
 import pytest
 
 from megatron_asynchzp.engine.failure import last_line
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.engine.failure.last_line import LastLine, exit_if_main_thread_stuck
+from megatron_asynchzp.engine.failure.last_line import (
+    CollectiveFailure,
+    LastLine,
+    exit_if_main_thread_stuck,
+)
 
 FAILURE = CollectiveFailure("a gather failed")
 

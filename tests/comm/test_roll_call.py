@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -33,23 +32,46 @@ def short_times(monkeypatch):
     monkeypatch.setattr(roll_call, "_RESULT_S", 0.4)
 
 
+class Standing:
+    """In place of a driver: how long its tasks have stood still, and how often it was asked."""
+
+    def __init__(self, *names: str, counts: Counter | None = None, compared: int = 0):
+        self.standing, self.num_asked = 0.0, 0
+        self.compared = dict.fromkeys(range(compared), True)
+        self.counts = Counter(gather=5) if counts is None else counts
+        self.called = threading.Event()
+        self.writes = False
+        self._tasks = list(enumerate(names, 1))
+
+    def stalled_s(self) -> float:
+        return self.standing
+
+    def progress(self, is_closed: bool = False) -> Progress:
+        self.num_asked += 1
+        return Progress(self._tasks, self._tasks, {}, is_closed, "is in its model")
+
+    def fail_with_others(self, _why: str = "") -> None:
+        self.called.set()
+
+    def is_writing(self) -> bool:
+        return self.writes
+
+
 class World:
     """Ranks of one process, each with its own connection to one store."""
 
     def __init__(self, *there: int, num_closed_before: int = 0):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store.add(roll_call._NUM_CLOSED, num_closed_before)
-        self.called = {rank: threading.Event() for rank in there}
-        self.submitted = {rank: Counter(gather=5) for rank in there}
-        self.is_writing = dict.fromkeys(there, False)
-        self.ranks = {rank: self._rank(rank) for rank in there}
+        self.drivers: dict[int, Standing] = {}
+        self.ranks: dict[int, RollCall] = {}
+        for rank in there:
+            self.add(rank)
 
-    def _rank(self, rank: int) -> RollCall:
-        counts, event = self.submitted[rank], self.called[rank]
-        is_writing = partial(self.is_writing.__getitem__, rank)
-        return RollCall(
-            self.store.clone(), rank, WORLD_SIZE, counts, lambda _: event.set(), is_writing
-        )
+    def add(self, rank: int, num_submitted: int = 5) -> RollCall:
+        driver = self.drivers[rank] = Standing(counts=Counter(gather=num_submitted))
+        own = self.ranks[rank] = RollCall(self.store.clone(), rank, WORLD_SIZE, driver)
+        return own
 
     def close(self) -> None:
         for one in self.ranks.values():
@@ -65,15 +87,16 @@ def without_2():
 
 def test_the_ranks_that_do_not_answer_are_named_and_all_others_hear_of_the_failure(without_2):
     assert without_2.ranks[1].find_missing("gather", 5, (0, 1)) == "no answer from rank 2"
-    assert without_2.called[0].wait(SOON_S) and without_2.called[3].wait(SOON_S)
-    assert not without_2.called[1].is_set()  # its own
+    called = {rank: driver.called for rank, driver in without_2.drivers.items()}
+    assert called[0].wait(SOON_S) and called[3].wait(SOON_S)
+    assert not called[1].is_set()  # its own
     # Who fails later hears of those before, and calls nobody again.
     assert without_2.ranks[3].find_missing() == "no answer from rank 2; failed before: rank 1"
 
 
 def test_a_rank_that_answers_and_has_not_come_to_the_collective_is_named():
     world = World(*range(WORLD_SIZE))
-    world.submitted[3]["gather"] = 4
+    world.drivers[3].counts["gather"] = 4
     assert world.ranks[0].find_missing("gather", 5, (0, 3)) == "not come to it: rank 3"
     # Of the ranks of this collective alone.
     assert world.ranks[1].find_missing("gather", 5, (0, 1)) == "failed before: rank 0"
@@ -82,7 +105,7 @@ def test_a_rank_that_answers_and_has_not_come_to_the_collective_is_named():
 
 def test_who_writes_a_checkpoint_is_named_where_a_collective_is_not_the_engines():
     world = World(*range(WORLD_SIZE))
-    world.is_writing.update({0: True, 3: True})
+    world.drivers[0].writes = world.drivers[3].writes = True
     # The first has failed itself, and writes no more.
     assert world.ranks[0].find_missing() == "still writing: rank 3"
     assert world.ranks[1].find_missing("gather", 5, (0, 1)) == "failed before: rank 0"
@@ -113,6 +136,9 @@ class HeldStore(dist.Store):
         super().__init__()
         self.is_released = threading.Event()
 
+    def delete_key(self, key) -> bool:
+        return False
+
     def check(self, keys) -> bool:
         return self.is_released.wait() and False
 
@@ -122,7 +148,7 @@ class HeldStore(dist.Store):
 
 def test_a_store_that_never_answers_holds_no_rank():
     store, said = HeldStore(), []
-    one = RollCall(store, 1, WORLD_SIZE, Counter(), lambda _: None)
+    one = RollCall(store, 1, WORLD_SIZE, Standing())
     thread = threading.Thread(target=lambda: said.append(one.find_missing()), daemon=True)
     thread.start()
     thread.join(SOON_S)
@@ -167,7 +193,7 @@ def test_the_rank_that_may_hold_the_store_closes_when_the_others_have(monkeypatc
 def test_it_waits_for_nobody_once_it_has_heard_of_a_failure(monkeypatch):
     world = World(*range(WORLD_SIZE))
     world.ranks[1].find_missing()
-    assert world.called[0].wait(SOON_S)
+    assert world.drivers[0].called.wait(SOON_S)
     monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", SOON_S)
     start_s = time.monotonic()
     world.ranks[0].close()
@@ -209,7 +235,7 @@ def test_ranks_that_all_fail_at_once_read_what_one_of_them_made_of_the_answers(m
     there = [rank for rank in range(64) if rank not in (17, 40)]
     stores = [CountedStore(store.clone()) for _ in there]
     ranks = [
-        RollCall(one, rank, 64, Counter(gather=4 if rank == 9 else 5), lambda _: None)
+        RollCall(one, rank, 64, Standing(counts=Counter(gather=4 if rank == 9 else 5)))
         for one, rank in zip(stores, there, strict=True)
     ]
     answers_nbytes = len("".join(f"{rank} here 0 5;" for rank in there))
@@ -223,9 +249,7 @@ def test_ranks_that_all_fail_at_once_read_what_one_of_them_made_of_the_answers(m
 
 def test_who_fails_after_a_verdict_is_read_with_the_next(without_2):
     assert without_2.ranks[0].find_missing() == "no answer from rank 2"
-    without_2.submitted[2], without_2.called[2] = Counter(gather=4), threading.Event()
-    without_2.is_writing[2] = False
-    late = without_2.ranks[2] = without_2._rank(2)  # it was held up, and answers now
+    late = without_2.add(2, num_submitted=4)  # it was held up, and answers now
     assert late.find_missing("gather", 5, (0, 2)) == "not come to it: rank 2; failed before: rank 0"
     assert without_2.ranks[0].find_missing() == "no answer from rank 2"  # as it was then
 
@@ -233,10 +257,7 @@ def test_who_fails_after_a_verdict_is_read_with_the_next(without_2):
 def test_a_rank_of_a_large_world_asks_the_store_a_few_times_and_waits_for_the_verdict():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [CountedStore(store.clone()) for _ in range(8)]
-    ranks = [
-        RollCall(one, rank, 2000, Counter(gather=5), lambda _: None)
-        for rank, one in enumerate(stores)
-    ]
+    ranks = [RollCall(one, rank, 2000, Standing()) for rank, one in enumerate(stores)]
     texts = ask_all(ranks)
     assert all(text.startswith("no answer from ranks 8 to 1999") for text in texts)
     few = sorted(one.num_asked for one in stores[1:])[:-1]  # one of them may read for all
@@ -301,21 +322,6 @@ def test_a_verdict_on_thousands_of_ranks_that_each_stand_elsewhere_is_short_and_
     assert behind == [([places.index(place)], [place, 7]) for place in range(len(behind))]
 
 
-class Standing:
-    """In place of a driver: how long its tasks have stood still, and how often it was asked."""
-
-    def __init__(self, *names: str):
-        self.standing, self.num_asked, self.compared = 0.0, 0, dict.fromkeys(range(2), True)
-        self._tasks = list(enumerate(names, 1))
-
-    def stalled_s(self) -> float:
-        return self.standing
-
-    def progress(self, is_closed: bool = False) -> Progress:
-        self.num_asked += 1
-        return Progress(self._tasks, self._tasks, {}, is_closed, "is in its model")
-
-
 def await_that(is_so) -> bool:
     deadline = time.monotonic() + SOON_S
     while not is_so() and time.monotonic() < deadline:
@@ -325,13 +331,10 @@ def await_that(is_so) -> bool:
 
 def test_ranks_say_how_far_they_are_only_while_one_of_them_stands_still():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    drivers = [Standing("gather a"), Standing("gather a")]
+    drivers = [Standing("gather a", compared=2), Standing("gather a", compared=2)]
 
     def two_ranks() -> list[RollCall]:
-        return [
-            RollCall(store.clone(), rank, 2, Counter(gather=1), lambda _: None, driver=driver)
-            for rank, driver in enumerate(drivers)
-        ]
+        return [RollCall(store.clone(), rank, 2, driver) for rank, driver in enumerate(drivers)]
 
     def is_quiet() -> bool:
         before = [driver.num_asked for driver in drivers]
@@ -357,10 +360,9 @@ def test_ranks_say_how_far_they_are_only_while_one_of_them_stands_still():
 def test_a_rank_that_stands_still_beside_one_that_says_nothing_still_finds_who_is_missing():
     """It waits for no record: that rank may have ended."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    driver = Standing("gather a")
+    driver = Standing("gather a", counts=Counter(gather=1), compared=2)
     driver.standing = roll_call.STANDS_STILL_S
-    counts = Counter(gather=1)
-    rank = RollCall(store.clone(), 0, 2, counts, lambda _: None, driver=driver)
+    rank = RollCall(store.clone(), 0, 2, driver)
     assert await_that(lambda: driver.num_asked > 0)
     time.sleep(0.1)
     assert rank.find_missing("gather", 1, (0, 1)) == "no answer from rank 1"
@@ -368,12 +370,13 @@ def test_a_rank_that_stands_still_beside_one_that_says_nothing_still_finds_who_i
 
 
 def ask_in_the_default_group() -> str:
-    rank, called = dist.get_rank(), threading.Event()
-    own = RollCall.of_world(Counter(gather=5), lambda _: called.set(), lambda: rank == 0)
+    rank, driver = dist.get_rank(), Standing()
+    driver.writes = rank == 0
+    own = RollCall.of_world(driver)
     assert own is not None  # gloo ranks meet at a TCP store
     dist.barrier()  # rank 0 clears the store when it creates its part
     said = own.find_missing() if rank == 1 else ""
-    is_heard = rank == 1 or called.wait(SOON_S)
+    is_heard = rank == 1 or driver.called.wait(SOON_S)
     dist.barrier()
     own.close()
     return said if is_heard else "nobody has called"

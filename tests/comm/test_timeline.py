@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.report import CommReports
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import (
     CAPTURE,
@@ -183,15 +182,14 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
 
 def test_a_report_is_per_step_also_of_a_run_that_goes_on_from_thousands():
     driver = Driver(Timeline(TickingDevice()))
-    reports = CommReports(driver)
     for step in (7001, 7002):
         for _ in range(2):  # model chunks
             driver.begin_step(step)
         driver.counts["gather"] += 6
-    assert reports.next_report().gathers_per_step == 6
+    assert driver.take_report().gathers_per_step == 6
     driver.begin_step(7003)
     driver.counts["gather"] += 5
-    assert reports.next_report().gathers_per_step == 5
+    assert driver.take_report().gathers_per_step == 5
 
 
 def assert_valid(trace: dict, rank: int) -> None:

@@ -14,7 +14,7 @@ from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.failure.watchdog import Watchdog
 from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig
 from tests.support.recording_device import RecordingDevice

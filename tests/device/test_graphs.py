@@ -21,7 +21,7 @@ from torch import nn
 from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.sharding.topology import ShardTopology
-from megatron_asynchzp.engine.zero import grad_hooks
+from megatron_asynchzp.engine.zero import taken_grads
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.plan import plan_units
 from scripts.testbed.contenders.adam import owned_params
@@ -485,7 +485,7 @@ def train_with_seats(sizes: ShardSizes, is_graphed: bool) -> list[float]:
         runtime.sync_grads()
         optimizer.step()
         runtime.sync_params()
-    runtime.detach()
+    runtime.close()
     return [loss.item() for loss in losses]
 
 
@@ -493,7 +493,7 @@ def seats_under_laws(laws: list[Delays]) -> list[list[list[float]]]:
     """By shard sizes, without graphs and with them under each law."""
     from scripts.testbed.device import inside
 
-    grad_hooks.LARGE_GRAD_NBYTES = 0  # gradients are taken where autograd gives them
+    taken_grads.LARGE_GRAD_NBYTES = 0  # gradients are taken where autograd gives them
     found = []
     for number, sizes in enumerate((ShardSizes(2, 2, 2), ShardSizes(1, 1, 2))):
         inside.set_delays(Delays(), dist.get_rank(), dist.get_world_size())

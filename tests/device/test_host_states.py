@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
-from megatron_asynchzp.engine.sharding.host_room import room_nbytes
-from megatron_asynchzp.engine.zero.fingerprint import forget_weights
+from megatron_asynchzp.engine.sharding.in_flight import room_nbytes
+from megatron_asynchzp.engine.sharding.value_hash import forget_weights
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import size_flags

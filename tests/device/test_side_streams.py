@@ -21,7 +21,7 @@ from tests.support.engine import nested_sizes
 from tests.support.selection import slow_unless
 
 # From how many bytes on a gradient is taken by itself.
-LARGE = "megatron_asynchzp.engine.zero.grad_hooks.LARGE_GRAD_NBYTES"
+LARGE = "megatron_asynchzp.engine.zero.taken_grads.LARGE_GRAD_NBYTES"
 STEPS = 2
 
 

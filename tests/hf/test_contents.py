@@ -5,8 +5,7 @@
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.contents import jobs_in_order_of_use, match_keys
-from megatron_asynchzp.hf.mapping import rules_of
+from megatron_asynchzp.hf.mapping import jobs_in_order_of_use, match_keys, rules_of
 from tests.hf.models import NAMES, shapes
 
 

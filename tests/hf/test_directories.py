@@ -19,8 +19,8 @@ from megatron_asynchzp.hf import __main__ as command
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
 from megatron_asynchzp.hf.mapping import OTHER_KEYS
-from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.safetensors_folder import TensorInfo, write_folder
+from megatron_asynchzp.hf.shape import write_arguments
 from megatron_asynchzp.hf.torch_dist import TensorReader, TensorToWrite, write_checkpoint
 from tests.hf.models import NAMES, load_model, random_model, shapes
 from tests.support.checkpoint_damage import flip

@@ -11,7 +11,7 @@ import torch
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config, write_config
-from megatron_asynchzp.hf.megatron_arguments import read_arguments, write_arguments
+from megatron_asynchzp.hf.shape import read_arguments, write_arguments
 from tests.hf.models import NAMES, configs, shapes
 
 SHAPES = shapes() | {"gelu_new": dataclasses.replace(shapes()["gpt2"], is_gelu_tanh=True)}

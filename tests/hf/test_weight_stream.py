@@ -26,8 +26,8 @@ from megatron_asynchzp import (
     stream_changes,
     stream_weights,
 )
-from megatron_asynchzp.hf.contents import jobs_in_order_of_use
 from megatron_asynchzp.hf.export_model import export_model
+from megatron_asynchzp.hf.mapping import jobs_in_order_of_use
 from megatron_asynchzp.hf.shape import ModelShape
 from scripts.testbed import megatron_runs
 from scripts.testbed.megatron_flags import BF16, UNTIED, size_flags

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.hf.megatron_arguments import command_line
+from megatron_asynchzp.hf.shape import command_line
 from scripts.testbed.megatron_flags import UNTIED
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.hf.models import POSITIONS, VOCABULARY, shapes, tokens

@@ -4,7 +4,7 @@
 
 import pytest
 
-from megatron_asynchzp.engine.comm.report import CommReport
+from megatron_asynchzp.engine.comm.driver import CommReport
 from megatron_asynchzp.mcore.patches import process
 from megatron_asynchzp.mcore.step import scalars
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_asynchzp.engine.at_rest.host_copy import HostCopy
+from megatron_asynchzp.engine.at_rest.sleep import HostCopy
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import Steps, gpt_args, listening, run_pretrain

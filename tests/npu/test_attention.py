@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
+from megatron_asynchzp.attention.pasa import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.vendors import Sdpa
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse

@@ -17,7 +17,7 @@ from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic
+from megatron_asynchzp.engine.sharding.early_units import OuterTraffic
 from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology

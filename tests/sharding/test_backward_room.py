@@ -4,7 +4,7 @@
 
 import pytest
 
-from megatron_asynchzp.engine.sharding.backward_room import BackwardRoom, OuterTraffic
+from megatron_asynchzp.engine.sharding.early_units import BackwardRoom, OuterTraffic
 
 
 def sent(traffic: OuterTraffic, num_units: int, is_forced: bool = False) -> int:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.engine.sharding.boxes import cut_into_boxes
+from megatron_asynchzp.engine.sharding.layout import cut_into_boxes
 from megatron_asynchzp.engine.sharding.topology import Range
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from megatron_asynchzp.engine.sharding.layout import FlatLayout
-from megatron_asynchzp.engine.sharding.pieces import grad_pieces
+from megatron_asynchzp.engine.sharding.layout import FlatLayout, grad_pieces
 
 SHAPES = [((7,),), ((100,), (3, 5)), ((64,), (64,)), ((300,), (1,), (20, 10)), ((130,), (513,))]
 

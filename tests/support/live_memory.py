@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_asynchzp.engine.zero.fingerprint import forget_weights
+from megatron_asynchzp.engine.sharding.value_hash import forget_weights
 from scripts.testbed.memory import MemoryCount, install_memory_count
 
 

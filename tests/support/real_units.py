@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
 from megatron_asynchzp.engine.comm.groups import ShardGroups
-from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.engine.sharding.pieces import grad_pieces
+from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES, grad_pieces
 from megatron_asynchzp.engine.sharding.topology import ShardTopology
 from megatron_asynchzp.engine.zero.step import memory_in_flight_of
 from megatron_asynchzp.engine.zero.unit import HZPUnit

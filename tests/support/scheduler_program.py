@@ -5,6 +5,7 @@ The units, their generators and the drivers are the engine's own; only the colle
 """
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +14,8 @@ import torch
 
 from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.schedules import ThreadDriver, start_driver
 from megatron_asynchzp.engine.comm.task import Task
-from megatron_asynchzp.engine.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.engine.comm.timeline import Timeline
 from megatron_asynchzp.engine.schedule import AUTO, ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
@@ -126,15 +126,22 @@ def _label_places(done: "Execution") -> None:
             done.device.label(memory, f"{kind} place")
 
 
+class _DelayedDriver(ThreadDriver):
+    def __init__(self, device: RecordingDevice, seed: int):
+        self._chance = random.Random(seed)
+        super().__init__(Timeline(device), 30.0)
+
+    def run(self, task: Task) -> None:
+        time.sleep(self._chance.choice((0, 0, 0, 1e-4, 1e-3)))
+        super().run(task)
+
+
 def delayed_driver(device: RecordingDevice, config: ScheduleConfig, seed: int) -> Driver:
     """A driver whose threads, if it has any, now and then sleep before they act."""
     if device.runs_ahead or config.kind not in (AUTO, "threaded"):
         driver = start_driver(config, device)
     else:
-        chance = random.Random(seed)
-        driver = ThreadDriver(
-            Timeline(device), 30.0, delay=lambda: chance.choice((0, 0, 0, 1e-4, 1e-3))
-        )
+        driver = _DelayedDriver(device, seed)
     device.attend(driver)
     return driver
 

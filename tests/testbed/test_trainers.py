@@ -82,7 +82,7 @@ def train_engine(sizes: tuple[int, int, int], with_streams: bool) -> None:
         )
         losses = [trainer.step(step, 2) for step in range(STEPS)]
         params = trainer.full_params()
-        trainer.runtime.detach()
+        trainer.runtime.close()
         return losses, params
 
     on_gloo = run("inline")[0]

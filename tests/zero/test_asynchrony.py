@@ -70,7 +70,7 @@ def compute_on_a_held_network() -> list[str]:
     done.append("all of backward")
     network.open()
     runtime.sync_grads()
-    runtime.detach()
+    runtime.close()
     return done
 
 

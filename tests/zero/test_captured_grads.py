@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.zero import grad_hooks
+from megatron_asynchzp.engine.zero import taken_grads
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.plan import plan_units
 from scripts.testbed.ranks import run_ranks
@@ -157,7 +157,7 @@ FORMS = ("a chain", "a leaf", "inputs without a gradient", "a layer that is call
 def check(form: str) -> None:
     is_read_outside = form == FORMS[4]
     if not is_read_outside:
-        grad_hooks.LARGE_GRAD_NBYTES = 0  # what autograd gives is taken at once
+        taken_grads.LARGE_GRAD_NBYTES = 0  # what autograd gives is taken at once
     for sizes in ((2, 2, 2), (1, 2, 2), (1, 1, 2))[is_read_outside:]:
         eager, graphed = (trained(form, sizes, is_captured) for is_captured in (False, True))
         assert len(eager) == len(graphed) >= 8

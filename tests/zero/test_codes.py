@@ -210,7 +210,7 @@ def trained(sizes: tuple, kind: str, in_codes: bool) -> tuple[list[float], dict,
         state.is_fp8 = False
         with pytest.raises(ConfigurationError, match="called outside FP8.*drop --fp8-param-gather"):
             trainer.backward(3, 1)
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return losses, params, nbytes
 
 

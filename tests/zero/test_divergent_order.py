@@ -15,7 +15,7 @@ from megatron_asynchzp.engine.comm.order_check import OrderCheck, OrderMismatch
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import Timeline
 from megatron_asynchzp.engine.device import CpuDevice
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy, shard_groups
@@ -43,7 +43,7 @@ def diverge(kind: str, sizes: tuple, limit_s: float, num_equal: int, routes: lis
         trainer.runtime.settle()
     except (OrderMismatch, CollectiveFailure) as error:
         with pytest.raises(type(error)) as again:
-            trainer.runtime.detach()
+            trainer.runtime.close()
         assert again.value is error
         return f"{type(error).__name__}: {error}"
     return f"a loss of {loss.item()}"
@@ -167,7 +167,7 @@ def count_submissions_kept() -> dict[bool, list[int]]:
         for step in range(4):
             trainer.step(step, 2)
             lengths[checks_order].append(len(trainer.runtime.driver.submitted.entries))
-        trainer.runtime.detach()
+        trainer.runtime.close()
     return lengths
 
 

@@ -52,7 +52,7 @@ def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple
                     tokens = toy_batch(step, 50 + index, dist.get_rank())
                     losses.append(toy_loss(trainer.model, tokens).item())
     params = trainer.full_params()
-    trainer.runtime.detach()
+    trainer.runtime.close()
     assert trainer.runtime.num_places_in_use() == 0
     logger.removeHandler(listener)
     return losses, params, [record.getMessage() for record in listener.buffer]

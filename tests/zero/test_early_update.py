@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.engine.zero.early_sends import EarlySends
-from megatron_asynchzp.engine.zero.early_update import EarlyUpdate, is_elementwise, step_beside
+from megatron_asynchzp.engine.zero.early_update import (
+    EarlySends,
+    EarlyUpdate,
+    is_elementwise,
+    step_beside,
+)
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
@@ -118,7 +122,7 @@ def train(
             any("micro-batches but the last into no_sync()" in line for line in said) == is_logged
         )
     trainer.runtime.close()
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return losses, owned, len(sent)
 
 
@@ -180,7 +184,7 @@ def add_a_gradient_late(sends_early: bool | None) -> list[list]:
         trainer.runtime.sync_grads()
         trainer.update()
     found = [param.tolist() for param in trainer.full_params().values()]
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return found
 
 
@@ -202,7 +206,7 @@ def train_with_scales(sends_early: bool | None) -> tuple[list[list], int]:
                 param.grad = grad
         trainer.update(0.5 if step == 2 else 1.0)
     found = [param.tolist() for param in trainer.full_params().values()]
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return found, trainer.optimizer.param_groups[0]["steps"]
 
 

@@ -75,7 +75,7 @@ def compare_with_ddp(sizes_list: list[tuple[Any, ...]], is_product: bool) -> dic
             for name, param in params.items():
                 torch.testing.assert_close(mine[name], param, rtol=0, atol=1e-4)
             worst[f"{model} {sizes}"] = worst_difference(losses, expected)
-            trainer.runtime.detach()
+            trainer.runtime.close()
     assert len(worst) == len(sizes_list) * (len(MODELS) if is_product else 1)
     return worst
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.timeline import LANES
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy
@@ -69,7 +69,7 @@ def train_until_failure(
         "wait for the first task": tasks[0].wait,
         "wait for the last task": tasks[-1].wait,
         "train": lambda: trainer.local_step(NUM_STEPS, 1),
-        "detach": trainer.runtime.detach,
+        "close": trainer.runtime.close,
     }
     start_s = time.monotonic()
     others = [name for name, call in later.items() if raised_by(call) is not failure]
@@ -200,7 +200,7 @@ def count_threads() -> dict[str, tuple[int, int]]:
         trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=ScheduleConfig(kind))
         trainer.step(0, 1)
         during = len(own_threads())
-        trainer.runtime.detach()
+        trainer.runtime.close()
         counts[kind] = during, len(own_threads())
     return counts
 

@@ -5,8 +5,8 @@
 import pytest
 import torch
 
-from megatron_asynchzp.engine.zero import fingerprint as fingerprint_module
-from megatron_asynchzp.engine.zero.fingerprint import fingerprint
+from megatron_asynchzp.engine.sharding import value_hash as hashes
+from megatron_asynchzp.engine.sharding.value_hash import fingerprint
 
 NUMEL = 96
 
@@ -14,7 +14,7 @@ NUMEL = 96
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that a tensor has several pieces, the last of which is not whole."""
-    monkeypatch.setattr(fingerprint_module, "_AT_ONCE", {"cpu": 20})
+    monkeypatch.setattr(hashes, "_WORDS_ON_CPU", 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.collectives import run_steps, split_for_reduction
-from megatron_asynchzp.engine.sharding.pieces import grad_pieces
+from megatron_asynchzp.engine.sharding.layout import grad_pieces
 from megatron_asynchzp.engine.sharding.topology import MeshAxis, ShardSizes, ShardTopology
 from megatron_asynchzp.engine.zero.taken_grads import pack_grads, places_of
 from megatron_asynchzp.engine.zero.unit import HZPUnit

@@ -35,7 +35,7 @@ def compare_slot_sizes() -> list[int]:
         in_flight = [unit.in_flight(slot) for unit in trainer.runtime.units]
         counts.append(max(unit.num_pieces for unit in in_flight))
         seen.append((losses, trainer.full_params()))
-        trainer.runtime.detach()
+        trainer.runtime.close()
     for losses, params in seen[1:]:
         assert losses == seen[0][0]
         assert all(torch.equal(params[name], seen[0][1][name]) for name in params)

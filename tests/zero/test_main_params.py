@@ -89,7 +89,7 @@ def compare_main_params(sizes_list: list[tuple]) -> None:
                     assert torch.equal(weight, first), (sizes, step)
             unit.reshard()
         assert all((first - true).min() > ULP for first, true in zip(start, expected[-1]))
-        runtime.detach()
+        runtime.close()
 
 
 def test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam():

@@ -13,8 +13,8 @@ import torch
 
 from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.backward_room import preview_nbytes
-from megatron_asynchzp.engine.zero import fingerprint as fingerprint_module
+from megatron_asynchzp.engine.sharding import value_hash as hashes
+from megatron_asynchzp.engine.sharding.early_units import preview_nbytes
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from tests.support.live_memory import counted_allocations
 from tests.support.recording_device import RecordingDevice, RecordingHost
@@ -77,7 +77,7 @@ def test_what_is_sent_before_the_update_takes_the_copies_of_one_unit_at_a_time(
 ):
     """Where gradients are reduced in place, so that nothing else comes and goes in backward."""
     numel, peaks = 2**16, list[int]()
-    monkeypatch.setattr(fingerprint_module, "_AT_ONCE", {"cpu": 2**8})
+    monkeypatch.setattr(hashes, "_WORDS_ON_CPU", 2**8)
     for sends_early in (False, True):
         program = Program(
             (UnitShape(numel),) * 6,

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
-from megatron_asynchzp.engine.zero.manual_region import ManualRegion
+from megatron_asynchzp.engine.zero.calls import ManualRegion
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes, on_submit
 from tests.support.toy_models import ToyLM, toy_batch
@@ -160,7 +160,7 @@ def grads_of(sizes, schedule: ScheduleConfig, is_tied: bool, way: str):
         seen += [unit.main_grad.view(unit.optim_range).clone() for unit in runtime.units]
         trainer.update()
     assert not runtime.gathers.warned
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return seen, {what: n for (lane, what), n in reduced.items() if lane == "reduce"}
 
 
@@ -192,7 +192,7 @@ def call_what_is_not_named() -> None:
     ):
         with trainer.runtime.manual_region(trainer.runtime.units[:1]).forward():
             trainer.model.blocks[1](torch.zeros(1, 1, 16))
-    trainer.runtime.detach()
+    trainer.runtime.close()
 
 
 def compute_again() -> None:
@@ -211,14 +211,14 @@ def compute_again() -> None:
     with part.backward():
         assert are_gathered() == [True, True]
     assert are_gathered() == [False, False] and not trainer.runtime.is_in_region
-    trainer.runtime.detach()
+    trainer.runtime.close()
 
 
 def ask_for_a_part_with_fused_gradients() -> None:
     trainer = EngineTrainer(build_toy(), (2, 2, 2), fuses_grads=True)
     with pytest.raises(RuntimeError, match="cannot run in manual regions"):
         trainer.runtime.manual_region(trainer.runtime.units)
-    trainer.runtime.detach()
+    trainer.runtime.close()
 
 
 def refuse_and_compute_again() -> None:

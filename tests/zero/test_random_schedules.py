@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.engine.comm.schedules import start_driver
-from megatron_asynchzp.engine.comm.thread_driver import ThreadDriver
+from megatron_asynchzp.engine.comm.schedules import ThreadDriver, start_driver
+from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import Timeline
 from megatron_asynchzp.engine.device import CpuDevice
 from megatron_asynchzp.engine.schedule import ScheduleConfig
@@ -99,9 +99,12 @@ class SleepyDriver(ThreadDriver):
     """Its threads pause as `sleeps` decides, as do the modules that are given to it."""
 
     def __init__(self, sleeps: random.Random):
-        pause = lambda: sleeps.choice([0.0, 0.0, sleeps.uniform(0.0, MOST_SLEEP_S)])  # noqa: E731
-        super().__init__(Timeline(CpuDevice()), 60.0, delay=pause)
-        self._pause = pause
+        self._pause = lambda: sleeps.choice([0.0, 0.0, sleeps.uniform(0.0, MOST_SLEEP_S)])
+        super().__init__(Timeline(CpuDevice()), 60.0)
+
+    def run(self, task: Task) -> None:
+        time.sleep(self._pause())
+        super().run(task)
 
     def slow_down(self, module: torch.nn.Module) -> None:
         module.register_forward_hook(lambda *_: time.sleep(self._pause()))
@@ -151,7 +154,7 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
         warned = trainer.runtime.gathers.warned
         assert warned <= {"growth", "departure"}, warned
     for trainer in trainers:
-        trainer.runtime.detach()
+        trainer.runtime.close()
         assert trainer.runtime.num_places_in_use() == 0
     driver.close()
     return outcome

@@ -63,7 +63,7 @@ def grads_after_two_steps(model: ToyLM, schedule: ScheduleConfig, memory: float 
     toy_loss(model, toy_batch(1, 0, dist.get_rank())).backward()
     trainer.runtime.sync_grads()
     grads = [unit.main_grad.storage.clone() for unit in trainer.runtime.units]
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return grads, trainer.runtime.gathers.warned
 
 
@@ -122,7 +122,7 @@ def memory_of_hidden_views() -> list[int]:
     for step in range(6):
         trainer.step(step, 2)
         in_flight.append(sum(trainer.runtime.in_flight_nbytes().values()))
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return in_flight
 
 

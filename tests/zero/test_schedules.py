@@ -36,7 +36,7 @@ def compare_schedules() -> None:
             )
             losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(3)]
             params = trainer.full_params()
-            trainer.runtime.detach()
+            trainer.runtime.close()
             seen[kind, depth, sends_early] = losses, params
         first_losses, first_params = seen["inline", 1, False]
         for name, (losses, params) in seen.items():
@@ -59,7 +59,7 @@ def train_two_blocks() -> dict[str, list[float]]:
         schedule = ScheduleConfig(kind)
         trainer = EngineTrainer(model, (1, 2, 2), trains_all=False, schedule=schedule)
         losses[kind] = [trainer.step(step, 3) for step in range(4)]
-        trainer.runtime.detach()
+        trainer.runtime.close()
     return losses
 
 
@@ -95,7 +95,7 @@ def submissions_of_a_step(
         if settles:
             runtime.settle()
     events = list(events)
-    trainer.runtime.detach()
+    trainer.runtime.close()
     used = [event.removeprefix("use ") for event in events if event.startswith("use ")]
     numels = {unit.name: unit.layout.numel for unit in trainer.runtime.units}
     return list(dict.fromkeys(used)), events, numels
@@ -211,7 +211,7 @@ def train_with_late_comparisons(kind: str) -> list[float]:
 
     on_submit(trainer.runtime.driver, delay_order)
     losses = [trainer.local_step(step, 1).item() for step in range(4)]
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return losses
 
 

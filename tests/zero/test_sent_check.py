@@ -12,7 +12,7 @@ import torch
 from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.device import CpuDevice
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.zero.early_sends import EarlySends
+from megatron_asynchzp.engine.zero.early_update import EarlySends
 from megatron_asynchzp.engine.zero.sent_check import SentCheck
 from megatron_asynchzp.errors import ConfigurationError
 

@@ -137,7 +137,7 @@ def train(sizes, schedule: ScheduleConfig, micro_batches, dtype=torch.float32, *
         0 if residency is None else residency.num_hits
         for residency in (budgets.params and budgets.params.residency, budgets.grads)
     ]
-    trainer.runtime.detach()
+    trainer.runtime.close()
     assert trainer.runtime.num_places_in_use() == 0
     return losses, params, found
 

@@ -47,7 +47,7 @@ def trained_params(sizes, schedule: ScheduleConfig, is_fused: bool, **toy):
     for step in range(STEPS):
         trainer.step(step, MICRO_BATCHES)
     params = trainer.full_params()
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return params
 
 
@@ -91,7 +91,7 @@ def call_twice_from_second_step_on() -> str:
     model.blocks[1] = model.blocks[0]
     with pytest.raises(RuntimeError) as raised:
         trainer.step(2, 1)
-    trainer.runtime.detach()
+    trainer.runtime.close()
     return str(raised.value)
 
 

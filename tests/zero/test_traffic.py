@@ -38,7 +38,7 @@ class Traffic:
             trainer.runtime.settle()
             self.steps.append(network.take_journal())
         self.numels = [unit.layout.padded_numel for unit in trainer.runtime.units]
-        trainer.runtime.detach()
+        trainer.runtime.close()
 
     def carried(self, purpose: str, step: int = 2) -> Counter:
         """Kind and cargo of what went over the communicators for "gather" or "reduce"."""
@@ -127,7 +127,7 @@ def compare_first_gradients(sizes_list: list[tuple]) -> dict[tuple, float]:
                 if found.numel():
                     errors.append(float((found - true).abs().max() / full.abs().max()))
         worst[sizes] = largest(errors)
-        trainer.runtime.detach()
+        trainer.runtime.close()
     return worst
 
 

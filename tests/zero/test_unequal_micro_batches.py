@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import observe_ranks, run_ranks
@@ -241,7 +241,7 @@ def follow_twice() -> tuple[int, int]:
     once = runtime.driver.counts["grad-sync"]
     runtime.sync_grads()
     twice = runtime.driver.counts["grad-sync"]
-    runtime.detach()
+    runtime.close()
     return once, twice
 
 

@@ -88,7 +88,7 @@ def check_memory_law(sizes_list: list) -> list[tuple]:
         param, grad, optim = sizes
         law = 2 / param + 4 / grad + 12 / optim
         rows.append((sizes, at_rest, later, law * numel, law * padding))
-        trainer.runtime.detach()
+        trainer.runtime.close()
         del trainer, units
     return rows
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_asynchzp.attention.heads import (
+from megatron_asynchzp.attention.call import (
     AttentionGradients,
     AttentionOutput,
     fold_heads,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.sharding.host_room import NUM_PLACES, aligned_nbytes, num_on_host
+from megatron_asynchzp.engine.sharding.in_flight import NUM_PLACES, aligned_nbytes, num_on_host
 from megatron_asynchzp.engine.zero.early_update import is_elementwise, step_beside
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from megatron_asynchzp.engine.zero.taken_grads import forget_grad, given_grad
@@ -148,10 +148,8 @@ class HostStates:
         copies out             | u0 | u1 |      |   a stream
 
     On the device it needs two places for the largest unit. Between two updates the optimizer's
-    parameters of these units read as NaN.
-
-    Raises:
-        ConfigurationError: the optimizer cannot be stepped unit by unit.
+    parameters of these units read as NaN. Raises ConfigurationError for an optimizer that cannot be
+    stepped unit by unit.
     """
 
     def __init__(

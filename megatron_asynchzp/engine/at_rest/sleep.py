@@ -2,15 +2,127 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleep: a rank's model chunks and their optimizer leave the device until they wake."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_asynchzp.engine.at_rest.host_copy import HostCopy
-from megatron_asynchzp.engine.zero.fingerprint import forget_weights
+from megatron_asynchzp.engine.device import Device
+from megatron_asynchzp.engine.sharding.in_flight import aligned_nbytes
+from megatron_asynchzp.engine.sharding.value_hash import forget_weights
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from megatron_asynchzp.errors import ConfigurationError
+
+NUM_COPIES = 10
+"""The most copies between device and host; many small copies would be slow."""
+
+
+@dataclass
+class _Moved:
+    storage: torch.UntypedStorage  # without memory
+    nbytes: int  # that it had
+    host: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # these bytes, 1-D, uint8
+
+
+class HostCopy:
+    """The memory of some tensors, and of all their views, on the host.
+
+    Storages are packed on the device, about a tenth of all at a time, and each pack is one copy to
+    or from pinned memory. Until `restore` the tensors have no memory and must not be used.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],  # on one device
+        kept: Iterable[torch.Tensor],  # whose storages stay on the device
+        device: Device,
+        limit_s: float,  # for a copy
+    ):
+        self._device, self._limit_s = device, limit_s
+        stays = {_key_of(tensor.untyped_storage()) for tensor in kept}
+        storages = {_key_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
+        moved = [storage for key, storage in storages.items() if key not in stays]
+        self._packs = [self._fetch(pack) for pack in _packs(moved)]
+        self._await_copies()
+        self._moved = {_key_of(item.storage): item for _, pack in self._packs for item in pack}
+        for item in self._moved.values():
+            item.storage.resize_(0)
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of `tensor` on the host, or itself if it was not moved."""
+        moved = self._moved.get(_key_of(tensor.untyped_storage()))
+        if moved is None:
+            return tensor
+        values = moved.host.view(tensor.dtype)
+        start = values.storage_offset() + tensor.storage_offset()
+        return values.as_strided(tensor.shape, tensor.stride(), start)
+
+    def restore(self) -> None:
+        for host, pack in self._packs:
+            for item in pack:
+                item.storage.resize_(item.nbytes)
+            first = _bytes_of(pack[0].storage)
+            packed = first if len(pack) == 1 else first.new_empty(len(host))
+            packed.copy_(host, non_blocking=True)
+            for item, part in zip(pack, _parts(packed, pack), strict=True):
+                if packed is not first:
+                    _bytes_of(item.storage).copy_(part)
+        self._await_copies()
+        self._packs, self._moved = [], {}
+
+    def _fetch(self, storages: list[torch.UntypedStorage]) -> "_Pack":
+        pack = [_Moved(storage, storage.nbytes()) for storage in storages]
+        first = _bytes_of(storages[0])
+        packed = first if len(pack) == 1 else first.new_empty(_stops(pack)[-1])
+        host = self._device.new_host_memory((len(packed),), torch.uint8)
+        for item, part, own in zip(pack, _parts(packed, pack), _parts(host, pack), strict=True):
+            if packed is not first:
+                part.copy_(_bytes_of(item.storage))
+            item.host = own
+        host.copy_(packed, non_blocking=True)
+        return host, pack
+
+    def _await_copies(self) -> None:
+        if not self._device.synchronize(self._device.record_event(), self._limit_s):
+            raise TimeoutError(f"a copy between device and host took over {self._limit_s:g} s")
+
+
+_Pack = tuple[torch.Tensor, list[_Moved]]
+"""The bytes of several storages on the host, and the storages, in order."""
+
+
+def _packs(storages: Iterable[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
+    filled = [storage for storage in storages if storage.nbytes()]
+    total, start = sum(storage.nbytes() for storage in filled), 0
+    packs: dict[int, list[torch.UntypedStorage]] = {}
+    for storage in filled:
+        packs.setdefault(start * NUM_COPIES // total, []).append(storage)
+        start += storage.nbytes()
+    return list(packs.values())
+
+
+def _stops(pack: Sequence[_Moved]) -> list[int]:
+    """Return the end of each storage in its pack, in bytes; each begins aligned."""
+    stops: list[int] = []
+    for item in pack:
+        begin = aligned_nbytes(stops[-1]) if stops else 0
+        stops.append(begin + item.nbytes)
+    return stops
+
+
+def _parts(memory: torch.Tensor, pack: Sequence[_Moved]) -> list[torch.Tensor]:
+    stops = _stops(pack)
+    return [memory[stop - item.nbytes : stop] for stop, item in zip(stops, pack, strict=True)]
+
+
+def _key_of(storage: torch.UntypedStorage) -> int:
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -29,12 +141,8 @@ class Sleeper:
     def sleep(self, level: int) -> None:
         """Fall asleep, between two steps. Collective. An error changes nothing.
 
-        Args:
-            level: 1 frees memory in flight, gradients and optimizer states; 2 also the shards.
-
-        Raises:
-            ConfigurationError: within a step, asleep, for another level, or for a state whose
-                memory cannot be moved.
+        Level 1 frees memory in flight, gradients and optimizer states; 2 also the shards. Raises
+        ConfigurationError also for a state whose memory cannot be moved.
         """
         for scheduler in self._schedulers:
             scheduler.check_between_steps("sleep()")

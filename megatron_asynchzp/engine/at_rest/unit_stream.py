@@ -67,9 +67,12 @@ def check_mark(scheduler: StepScheduler, name: str) -> None:
 @torch.no_grad()
 def stream_units(
     scheduler: StepScheduler,
+    # Global ranks that get values, None for all. Other ranks yield nothing, and receive only bytes
+    # that they pass on (see gather_for_steps).
     receivers: Collection[int] | None = None,
+    # Of the values, cast from main parameters if trained; None: the bits the model computes with.
     dtype: torch.dtype | None = None,
-    since: str | None = None,
+    since: str | None = None,  # a mark; units without changes since then are left out
 ) -> Iterator[WholeUnit]:
     """Yield the whole parameters of all units, in the order in which the last step used them.
 
@@ -79,18 +82,8 @@ def stream_units(
         gather   | u0 | u1 |    | u2 |    | u3 |
         caller        | u0      | u1      | u2      memory for two units
 
-    With a parameter shard size of 1 the model's own values are neither gathered nor copied.
-
-    Args:
-        scheduler: of the model chunk.
-        receivers: global ranks that get values, None for all. Other ranks yield nothing, and
-            receive only bytes that they pass on (see gather_for_steps).
-        dtype: of the values, cast from the main parameters if they are trained; None for the bits
-            that the model computes with.
-        since: a mark; units without changes since then are left out.
-
-    Raises:
-        ConfigurationError: a value was written to, or kept until its memory was reused.
+    With a parameter shard size of 1 the model's own values are neither gathered nor copied. Raises
+    ConfigurationError if a value was written to, or kept until its memory was reused.
     """
     scheduler.check_usable()
     if since is not None:

@@ -94,11 +94,9 @@ def check_same_settings(
 ) -> None:
     """Check that `settings` are the same on all ranks of `group`.
 
-    Collective over `group`: reduces 16 bytes, and exchanges settings only if they differ. The
-    message spells names by `spelt` and ends with `remedy`.
-
-    Raises:
-        ConfigurationError: with the same message on every rank.
+    Collective over `group`: reduces 16 bytes, and exchanges settings only if they differ. Then
+    every rank raises ConfigurationError with one message, which spells names by `spelt` and ends
+    with `remedy`.
     """
     mine = hash_of_text(repr(list(settings.items())))
     if is_same_everywhere(mine, group, device):
@@ -154,15 +152,11 @@ Description = tuple[str, int]
 
 def describe(tensor: torch.Tensor) -> Description:
     """Describe a parameter or buffer that is whole."""
-    is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-    kind = (
-        "a buffer"
-        if not isinstance(tensor, torch.nn.Parameter)
-        else ""
-        if is_trained
-        else "not trained"
-    )
-    words = f"{tensor.dtype} of shape {tuple(tensor.shape)}" + (f", {kind}" if kind else "")
+    words = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+    if not isinstance(tensor, torch.nn.Parameter):
+        words += ", a buffer"
+    elif not tensor.requires_grad:
+        words += ", not trained"
     # A wrapper (a DTensor, a quantized tensor) has no elements of its own to look at.
     if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
         return words, 0

@@ -72,15 +72,10 @@ def ranks_along(axes: Sequence[AxisGroup]) -> tuple[int, ...]:
 
 
 def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
-    """Gather `shard` over `axes` into `full`, the outermost axis first.
+    """Gather `shard` over `axes`, innermost first in the list, into `full`, the outermost first.
 
     Then the slowest link carries the fewest bytes, and every intermediate result is a contiguous
-    part of `full`, without further memory.
-
-    Args:
-        shard: 1-D, n elements; may lie at its place in `full`.
-        full: 1-D, n x product of the axis sizes, same dtype.
-        axes: innermost first, as the topology lists them.
+    part of `full`, without further memory. Both are 1-D; `shard` may lie at its place in `full`.
     """
     if not axes:
         if full.data_ptr() != shard.data_ptr():

@@ -7,8 +7,7 @@ schedules run the same generators and differ only in the thread that drives them
 
     inline        the caller, to the end, at once
     main-thread   the caller issues early, and completes where the results are needed
-                  (main_thread_driver.py)
-    threaded      background threads (thread_driver.py), on a CPU
+    threaded      background threads, on a CPU (both in schedules.py)
 
 [Note: one total order] Two threads could launch collectives in an order that differs between ranks,
 which can deadlock on NCCL. So on a device with streams only the computing thread launches: its
@@ -19,16 +18,15 @@ dependencies, as a stream would.
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from megatron_asynchzp.engine.comm.collectives import ranks_along
-from megatron_asynchzp.engine.comm.submitted import Submitted
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES, WAIT, Timeline, profiler_range
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
-from megatron_asynchzp.engine.failure.last_line import exit_if_main_thread_stuck
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure, exit_if_main_thread_stuck
 from megatron_asynchzp.engine.failure.other_collective import (
     calls_of_main_thread,
     collective_of_main_thread,
@@ -36,12 +34,72 @@ from megatron_asynchzp.engine.failure.other_collective import (
 )
 from megatron_asynchzp.engine.failure.roll_call import OWN_FAILURE_FIRST_S, RollCall
 from megatron_asynchzp.engine.failure.saves import SaveLog
-from megatron_asynchzp.engine.failure.standstill import Progress
+from megatron_asynchzp.engine.failure.standstill import LENGTH, Progress
 from megatron_asynchzp.engine.failure.watchdog import Watchdog
+
+_OF_MICRO_BATCHES = ("gather ", "reduce ")
+
+# `shorten` folds a record with more entries.
+_LONG_RECORD = 1000
+
+
+def hash_of(entries: Iterable[str]) -> int:
+    value = 0
+    for entry in entries:
+        value = zlib.crc32(entry.encode(), value)
+    return value
+
+
+def crosses_groups(entry: str) -> bool:
+    """Return whether all ranks of a sharding group must submit this entry at the same place.
+
+    [Note: unequal micro-batches] Gathers and reductions of a micro-batch connect only the ranks of
+    a group of max(P, G) ranks. So these groups may take different numbers of micro-batches in a
+    step. They meet once a step, when each unit's gradient and parameters cross them.
+    """
+    return not entry.startswith(_OF_MICRO_BATCHES)
+
+
+class Submitted:
+    """The record of submitted tasks."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []  # "lane unit" of each task, until `drain`
+        # The last (number, entry), from number 1: of all tasks, and of those that cross groups.
+        self.recent = deque[tuple[int, str]](maxlen=LENGTH), deque[tuple[int, str]](maxlen=LENGTH)
+
+    def add(self, entry: str) -> None:
+        self.entries.append(entry)
+        for record in self.recent if crosses_groups(entry) else self.recent[:1]:
+            record.append((record[-1][0] + 1 if record else 1, entry))
+
+    def drain(self) -> list[str]:
+        entries, self.entries = self.entries, []
+        return entries
+
+    def shorten(self) -> None:
+        """Fold the entries within groups into one if there are many.
+
+        An evaluation may run any number of forwards without a comparison.
+        """
+        if len(self.entries) > _LONG_RECORD:
+            crossing = [entry for entry in self.entries if crosses_groups(entry)]
+            folded = f"gather of {len(self.entries)} with hash {hash_of(self.entries):08x}"
+            self.entries = [*crossing, folded]
+
 
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Handles the first failure, in the background thread that saw it. The second argument waits for a
 number of seconds and returns whether the driver was closed."""
+
+
+class CommReport(NamedTuple):
+    """The communication of some steps."""
+
+    exposed_ms: float | None  # per timed step, that computation waited; None without timed steps
+    overlap_percent: float | None  # the part that computation did not wait for
+    gathers_per_step: float  # of parameters, over all steps and units
+    reductions_per_step: float  # of gradients, over all steps and units
 
 
 class FailureContext:
@@ -60,7 +118,8 @@ class FailureContext:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, Exception):
-            self._driver.fail_and_raise(self._task, error)
+            self._driver.fail_task(self._task, error)
+            self._driver.raise_failure()
 
 
 class Driver:
@@ -75,6 +134,7 @@ class Driver:
         self.submitted = Submitted()
         # Submitted tasks by lane; all ranks have the lanes in one order.
         self.counts = Counter[str](dict.fromkeys(LANES, 0))
+        self._reported_steps, self._reported = 0, Counter[str]()  # at the last take_report
         self.latest: dict[str, Task] = {}  # the last submitted task of each lane
         self.last_task: Task | None = None  # of all lanes
         self._failure: Exception | None = None
@@ -89,12 +149,29 @@ class Driver:
         self._is_closed = threading.Event()
         # If the device runs ahead, the host waits for no collective: a thread checks the limit.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what the schedule has in addition; its threads may start here."""
 
     def begin_step(self, step: int) -> None:
         if step != self.step:
             self.step = step
             self.num_steps += 1
             self.timeline.begin_step(step)
+
+    def take_report(self) -> CommReport:
+        """Return the report of the steps since the last call; the current step must be over."""
+        times, steps = self.timeline.pop_times(), max(1, self.num_steps - self._reported_steps)
+        counts = self.counts - self._reported
+        self._reported_steps, self._reported = self.num_steps, self.counts.copy()
+        overlap = times.overlap
+        return CommReport(
+            exposed_ms=1e3 * times.exposed_s / times.steps if times.steps else None,
+            overlap_percent=None if overlap is None else 100 * overlap,
+            gathers_per_step=counts["gather"] / steps,
+            reductions_per_step=counts["reduce"] / steps,
+        )
 
     # ---- failures
 
@@ -109,9 +186,7 @@ class Driver:
 
     def call_roll(self) -> None:
         """Ask other ranks after a failure or during a standstill. Collective over the world."""
-        self.roll_call = RollCall.of_world(
-            self.counts, self.fail_with_others, self.is_writing, self
-        )
+        self.roll_call = RollCall.of_world(self)
 
     def fail(self, failure: Exception, suspect: tuple[Any, ...] | None = None) -> bool:
         """Make every submit and wait raise `failure`; return False if another was first.
@@ -127,10 +202,6 @@ class Driver:
                     failure.add(missing)
             self._failure = failure
             return True
-
-    def fail_and_raise(self, task: Task, error: Exception) -> None:
-        self.fail_task(task, error)
-        self.raise_failure()
 
     def fail_task(self, task: Task, error: BaseException) -> bool:
         is_of_peer = isinstance(error, (RuntimeError, TimeoutError))

@@ -23,8 +23,7 @@ from megatron_asynchzp.engine.comm.collectives import (
     followed_by,
     ranks_along,
 )
-from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.submitted import crosses_groups, hash_of
+from megatron_asynchzp.engine.comm.driver import Driver, crosses_groups, hash_of
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.errors import name_ranks
 
@@ -101,9 +100,7 @@ class OrderCheck:
     def finish(self) -> None:
         """Wait for the comparison, if one was started.
 
-        Raises:
-            OrderMismatch: if a rank differs, with the same message on every rank.
-            CollectiveFailure: if the comparison itself fails.
+        Raises OrderMismatch if a rank differs, with the same message on every rank.
         """
         if self._task is None:
             return
@@ -115,18 +112,12 @@ class OrderCheck:
             self._driver.fail(mismatch)  # this step's gradients are useless
             raise mismatch
 
-    def reduce_max(self, values: torch.Tensor) -> None:
-        self._submit_max(values, self._axes)
-
-    def _submit_max(self, values: torch.Tensor, axes: Sequence[AxisGroup]) -> None:
+    def reduce_max(self, values: torch.Tensor, axes: Sequence[AxisGroup] | None = None) -> None:
+        axes = self._axes if axes is None else axes
         self._submit(partial(all_reduce_steps, values, axes, dist.ReduceOp.MAX)).wait()
 
     def _submit(self, start: Callable[[], Steps]) -> Task:
-        driver = self._driver
-        # Other model chunks of this rank may still use the same communicators.
-        after = [driver.latest.get(lane) for lane in ("reduce", "grad-sync")]
-        ready = (driver.device.record_event(),)
-        return driver.submit(Task("order", "all units", self._axes, start, ready, after))
+        return submit_comparison(self._driver, "all units", self._axes, start)
 
     def _describe_difference(self) -> str:
         """Describe the first difference, in the first group that has one, and the remedy."""
@@ -154,11 +145,11 @@ class OrderCheck:
 
     def _find_difference(self, record: list[str], axes: Sequence[AxisGroup]) -> int | None:
         length = torch.tensor([len(record)], dtype=torch.int64, device=self._device)
-        self._submit_max(length, axes)
+        self.reduce_max(length, axes)
         hashes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
         hashes[: len(record)] = torch.tensor([hash_of([entry]) for entry in record])
         extremes = torch.stack([hashes, -hashes]).to(self._device)
-        self._submit_max(extremes, axes)
+        self.reduce_max(extremes, axes)
         return _first_difference(extremes)
 
     def _gather_entries(self, own: str, index: int, axes: Sequence[AxisGroup]) -> "list[_Entry]":
@@ -180,6 +171,16 @@ class OrderCheck:
             for line in lines
         ]
         return sorted({entry for entry in entries if entry.name})
+
+
+def submit_comparison(
+    driver: Driver, subject: str, axes: Sequence[AxisGroup], start: Callable[[], Steps]
+) -> Task:
+    # Other model chunks of this rank may still use the same communicators.
+    after = [driver.latest.get(lane) for lane in ("reduce", "grad-sync")]
+    return driver.submit(
+        Task("order", subject, axes, start, (driver.device.record_event(),), after)
+    )
 
 
 class _Entry(NamedTuple):

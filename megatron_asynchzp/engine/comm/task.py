@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megatron_asynchzp.engine.comm.collectives import AxisGroup, Steps, Unfinished, ranks_along
 from megatron_asynchzp.engine.comm.timeline import LANES, WAIT, Timeline
 from megatron_asynchzp.engine.device import Device
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.errors import name_ranks
 
 

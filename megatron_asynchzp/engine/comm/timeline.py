@@ -86,7 +86,9 @@ class Timeline:
         self._folding: list[list[Span]] = []
         self._captured: list[Span] | None = None
         self._capture_start: Any = None
-        self._capture_began_s = 0.0
+        # The begin of the latest capture, in seconds since the epoch by the host's clock. It aligns
+        # the traces of several ranks, as far as their clocks agree.
+        self.capture_began_s = 0.0
         self._times = CommTimes()
 
     def mark(self) -> Any:
@@ -153,16 +155,8 @@ class Timeline:
 
     def start_capture(self) -> None:
         self._captured, self._capture_start = [], self.device.mark()
-        self._capture_began_s = time.time()
+        self.capture_began_s = time.time()
         self._is_timing = True
-
-    @property
-    def capture_began_s(self) -> float:
-        """The begin of the latest capture, in seconds since the epoch by the host's clock.
-
-        It aligns the traces of several ranks, as far as their clocks agree.
-        """
-        return self._capture_began_s
 
     def stop_capture(self) -> list[Span]:
         """Return the capture and the spans that ended in it, in seconds after the first start."""

@@ -16,7 +16,7 @@ run another program, [Note: apart].
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -65,15 +65,10 @@ class RollCall:
         store: Any,  # used by this object alone, with its own connection
         rank: int,
         world_size: int,
-        counts: Mapping[str, int],  # submitted tasks by lane; the same lanes on all ranks
-        on_call: Callable[[str], object],  # called once in a thread, with the caller's reason or ""
-        is_writing: Callable[[], bool] = lambda: False,  # a checkpoint that others may wait for
-        driver: ObservedDriver | None = None,  # whose standstills are noticed
+        driver: ObservedDriver,
     ):
-        self._rank, self._world_size, self._counts = rank, world_size, counts
-        self._looks_every_s = _looks_every_s(world_size)
-        self._on_call, self._is_writing = on_call, is_writing
-        self._driver, self._looks_after_s = driver, STANDS_STILL_S
+        self._rank, self._world_size, self._driver = rank, world_size, driver
+        self._looks_every_s, self._looks_after_s = _looks_every_s(world_size), STANDS_STILL_S
         self._why_apart = ""
         self._address = _address(store)
         self._store = store
@@ -88,19 +83,12 @@ class RollCall:
             for key in (_CALLED, *answers, _NUM_CLOSED, _SUSPECTS_STALL):
                 store.delete_key(key)
             store.add(_NUM_RESULTS, 1)
-        if driver is not None:
-            store.delete_key(f"{_PROGRESS}{rank}")
+        store.delete_key(f"{_PROGRESS}{rank}")
         self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
         self._thread.start()
 
     @classmethod
-    def of_world(
-        cls,
-        counts: Mapping[str, int],
-        on_call: Callable[[str], object],
-        is_writing: Callable[[], bool],
-        driver: ObservedDriver | None = None,
-    ) -> "RollCall | None":
+    def of_world(cls, driver: ObservedDriver) -> "RollCall | None":
         """Create the roll call of the default process group; None without a TCP store."""
         if not dist.is_initialized():
             return None
@@ -110,7 +98,7 @@ class RollCall:
         own = PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
         rank, world_size = dist.get_rank(), dist.get_world_size()
         check_descriptors(rank, world_size)
-        return cls(own, rank, world_size, counts, on_call, is_writing, driver)
+        return cls(own, rank, world_size, driver)
 
     # ---- for the thread that saw the failure
 
@@ -132,7 +120,7 @@ class RollCall:
             return f"the store at {self._address}, where the ranks met, does not answer"
         late = set[int]()
         if lane:
-            place = tuple(self._counts).index(lane)
+            place = tuple(self._driver.counts).index(lane)
             late = {r for group, counts in result.behind if counts[place] < number for r in group}
         behind = [rank for rank in ranks if rank in late]
         failed = [*result.failed, self._rank]
@@ -200,61 +188,58 @@ class RollCall:
                 self._has_answered = True
             elif self._store.check([_CALLED]):
                 self._answer(self._try_is_writing())
-                self._in_thread(self._on_call, self._store.get(_CALLED).decode())
-            elif self._driver is not None and self._store.check([_SUSPECTS_STALL]):
+                self._in_thread(self._driver.fail_with_others, self._store.get(_CALLED).decode())
+            elif self._store.check([_SUSPECTS_STALL]):
                 self._tell_progress(self._driver.progress())
 
     def _in_thread(self, call: Callable[..., object], *args: object) -> None:
         threading.Thread(target=call, args=args, name=_THREAD, daemon=True).start()
 
     def _look_at_others(self) -> None:
-        if self._driver is None:
-            return
         stalled_s = self._driver.stalled_s()
         if stalled_s >= self._looks_after_s:
             self._looks_after_s = 1.5 * stalled_s
             self._store.set(_SUSPECTS_STALL, "")
-            self._find_apart(self._driver)
+            self._find_apart()
         elif stalled_s == 0 and self._looks_after_s > STANDS_STILL_S:
             self._looks_after_s = STANDS_STILL_S
             self._store.delete_key(_SUSPECTS_STALL)  # a rank that still stands still sets it again
 
-    def _find_apart(self, driver: ObservedDriver) -> None:
-        own = driver.progress()
+    def _find_apart(self) -> None:
+        own, compared = self._driver.progress(), self._driver.compared
         self._tell_progress(own)
-        peers = [rank for rank in sorted(driver.compared) if rank != self._rank]
+        peers = [rank for rank in sorted(compared) if rank != self._rank]
         start = sum(rank < self._rank for rank in peers)
         for peer in [*peers[start:], *peers[:start]][:_MOST_LOOKED_AT]:
             if not self._why_apart and self._store.check([f"{_PROGRESS}{peer}"]):
                 progress = Progress.of_text(self._store.get(f"{_PROGRESS}{peer}").decode())
-                in_step = driver.compared[peer]
-                self._why_apart = why_apart(self._rank, own, peer, progress, in_step)
+                self._why_apart = why_apart(self._rank, own, peer, progress, compared[peer])
 
     def _tell_all_and_end(self) -> None:
         # The others must read the reason before this rank ends, as it may hold the store.
         reason = self._store.compare_set(_CALLED, "", self._why_apart).decode()
         if not self._is_closed.wait(2 * self._looks_every_s):
-            self._on_call(reason)
+            self._driver.fail_with_others(reason)
 
     def _tell_progress(self, progress: Progress) -> None:
         self._store.set(f"{_PROGRESS}{self._rank}", progress.to_text())
 
     def _try_is_writing(self) -> bool:
         try:
-            return self._is_writing()
+            return self._driver.is_writing()
         except Exception:  # it reads another thread's stack; the answer matters more
             return False
 
     def _answer(self, is_writing: bool, *more: str) -> None:
-        counts = " ".join(map(str, self._counts.values()))
+        counts = " ".join(map(str, self._driver.counts.values()))
         self._tell(f"{IS_HERE} {int(is_writing)} {counts}", *more)
         if self._store.add(_NUM_ANSWERED, 1) == self._world_size:
             self._store.set(_ALL_ANSWERED, "")
         self._has_answered = True
 
     def _call(self) -> None:
-        if self._driver is not None and not self._why_apart:
-            self._find_apart(self._driver)
+        if not self._why_apart:
+            self._find_apart()
         self._store.compare_set(_CALLED, "", self._why_apart)
         if self._why_apart:
             self._has_answered = True
@@ -274,8 +259,7 @@ class RollCall:
 
     def _close_after_others(self) -> None:
         """Report that this rank is closed; rank 0 awaits the others, unless a rank has failed."""
-        if self._driver is not None:
-            self._tell_progress(self._driver.progress(is_closed=True))
+        self._tell_progress(self._driver.progress(is_closed=True))
         num_closed = self._store.add(_NUM_CLOSED, 1)
         if self._rank != 0 or self._has_answered:
             return

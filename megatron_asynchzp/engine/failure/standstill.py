@@ -48,7 +48,11 @@ class ObservedDriver(Protocol):
     """The part of a rank's driver that the thread of a roll call reads."""
 
     @property
+    def counts(self) -> Mapping[str, int]: ...  # submitted tasks by lane; all ranks have the lanes
+    @property
     def compared(self) -> Mapping[int, bool]: ...  # comparable ranks: whether they are in step
+    def fail_with_others(self, why: str = "") -> None: ...  # called once, with a caller's reason
+    def is_writing(self) -> bool: ...  # a checkpoint that others may wait for
     def stalled_s(self) -> float: ...
     def progress(self, is_closed: bool = False) -> Progress: ...
 

@@ -24,9 +24,8 @@ from megatron_asynchzp.engine.sharding.in_flight import (
     units_gathered_together,
 )
 from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap
-from megatron_asynchzp.engine.sharding.residency import Residency
+from megatron_asynchzp.engine.sharding.residency import Residency, Uses
 from megatron_asynchzp.engine.sharding.seats import assign_seats, seats_nbytes
-from megatron_asynchzp.engine.sharding.uses import Uses
 from megatron_asynchzp.errors import ConfigurationError
 
 

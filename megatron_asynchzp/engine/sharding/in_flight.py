@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of memory in flight: bytes that units need in addition to their states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.engine.sharding.pieces import piece_length
+from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES, piece_length, round_up
 from megatron_asynchzp.engine.sharding.seats import assign_seats, seats_nbytes
 from megatron_asynchzp.engine.sharding.topology import ShardTopology
 from megatron_asynchzp.errors import ConfigurationError
 
 ALIGNMENT_NBYTES = 128
 """Alignment of every place in memory in flight."""
+_GRAD_SLOTS = 2  # layers (or pieces) of each size whose gradients are in flight
 LARGE_GRAD_NBYTES = 2**20
 """Gradients of at least this size are collected as soon as autograd has made them."""
 
@@ -137,20 +138,12 @@ def _own_grads_nbytes(around: UnitInFlight, layers: Sequence[UnitInFlight]) -> i
 
 def memory_in_flight(
     units: Sequence[UnitInFlight],
-    num_ahead: int = 1,
-    num_grad_slots: int = 2,
-    budget: int | None = None,
+    num_ahead: int = 1,  # layers of each size gathered ahead of the computation
+    budget: int | None = None,  # the most bytes, parameters first: the computation waits for them
 ) -> MemoryInFlight:
     """Return the memory in flight of a model chunk of `units`, in the order of their use.
 
-    Args:
-        units: the units of the chunk.
-        num_ahead: layers of each size gathered ahead of the computation.
-        num_grad_slots: layers (or pieces) of each size whose gradients are in flight.
-        budget: the most bytes, parameters first, because the computation waits for them.
-
-    Raises:
-        ConfigurationError: the budget is too small for a layer.
+    Raises ConfigurationError for a budget that is too small for a layer.
     """
     seated = seats_nbytes(
         assign_seats([(unit.layer, unit.params) for unit in units if unit.is_seated], num_ahead)
@@ -159,10 +152,10 @@ def memory_in_flight(
     around, layers = _layers_of(floating)
     params = around.params + _neighbours_nbytes([layer.params for layer in layers], num_ahead + 1)
     params += seated
-    grads = around.grads + _neighbours_nbytes([layer.grads for layer in layers], num_grad_slots)
+    grads = around.grads + _neighbours_nbytes([layer.grads for layer in layers], _GRAD_SLOTS)
     layer, piece = least_in_flight(units)
     if any(unit.num_pieces > 1 for unit in units):
-        grads = min(grads, num_grad_slots * piece)
+        grads = min(grads, _GRAD_SLOTS * piece)
     if budget is not None and params + grads > budget:
         if seated:
             raise ConfigurationError(_too_small_for_seats(budget, params + grads))
@@ -224,3 +217,25 @@ def _too_small(budget: int, params: int, grads: int) -> str:
         f"chunk needs: {params / 2**30:.4g} GiB for parameters and {grads / 2**30:.4g} GiB for one "
         f"piece of gradients. Raise it to {(params + grads) / 2**30:.4g} GiB."
     )
+
+
+NUM_PLACES = 2
+"""Units whose states are on the device: one is copied while the other is updated."""
+
+_ALIGNMENT = 512  # bytes
+
+
+def num_on_host(numels: Sequence[int], fraction: float) -> int:
+    least = fraction * sum(numels)
+    sums = accumulate(numels, initial=0)
+    return next(num for num, numel in enumerate(sums) if numel >= least or num == len(numels))
+
+
+def aligned_nbytes(nbytes: int) -> int:
+    """Round `nbytes` up to the distance of tensors that follow one another in a copy."""
+    return round_up(nbytes, _ALIGNMENT)
+
+
+def room_nbytes(units_nbytes: Iterable[float]) -> float:
+    """Return the device memory to update units with `units_nbytes` of states on the host."""
+    return NUM_PLACES * max(units_nbytes, default=0)

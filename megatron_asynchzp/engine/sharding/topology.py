@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import raise_first
 
 
 class Range(NamedTuple):
@@ -59,45 +59,45 @@ class ShardSizes:
         Nested sizes put a rank's optimizer shard inside its gradient and parameter shards, so no
         byte moves between the three.
         """
+        raise_first(self._faults(world_size))
+
+    def _faults(self, world_size: int) -> Iterator[str]:
         for name in ("param", "grad", "optim"):
-            size = getattr(self, name)
+            title = f"{name} shard size {(size := getattr(self, name))}"
             if size < 1:
-                raise ConfigurationError(
-                    f"{name} shard size {size} is not a positive number of ranks. "
-                    f"Choose 1 to {world_size}."
-                )
+                yield f"{title} is not a positive number of ranks. Choose 1 to {world_size}."
             if size > world_size:
-                raise ConfigurationError(
-                    f"{name} shard size {size} exceeds the {world_size} ranks of the sharding "
-                    f"group. Choose at most {world_size}."
+                yield (
+                    f"{title} exceeds the {world_size} ranks of the sharding group. "
+                    f"Choose at most {world_size}."
                 )
         for name in ("param", "grad"):
-            if self.optim % getattr(self, name):
-                raise ConfigurationError(
+            if self.optim % (size := getattr(self, name)):
+                yield (
                     f"optim shard size {self.optim} is not a multiple of the {name} shard size "
-                    f"{getattr(self, name)}. Raise the optim or lower the {name} shard size."
+                    f"{size}. Raise the optim or lower the {name} shard size."
                 )
         small, large = sorted((self.param, self.grad))
         if large % small:
-            raise ConfigurationError(
+            yield (
                 f"param shard size {self.param} and grad shard size {self.grad} do not nest. "
                 f"Choose a multiple of {small} in place of {large}."
             )
         if world_size % self.optim:
-            raise ConfigurationError(
+            yield (
                 f"optim shard size {self.optim} does not divide the {world_size} ranks of the "
                 f"sharding group. Choose a divisor of {world_size}."
             )
         for cut in self.cuts:
             if not 1 <= cut <= self.optim:
-                raise ConfigurationError(
+                yield (
                     f"an axis of the mesh cannot be cut at {cut} ranks, as the optim shard size is "
                     f"{self.optim}. Choose cuts from 1 to {self.optim}."
                 )
         ends = self.boundaries(world_size)
         for inner, outer in zip(ends, ends[1:]):
             if outer % inner:
-                raise ConfigurationError(
+                yield (
                     f"the axes of the mesh would end at {', '.join(map(str, ends))} ranks, and "
                     f"{inner} does not divide {outer}. Choose cuts that nest with the shard sizes."
                 )

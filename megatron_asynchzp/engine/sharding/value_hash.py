@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The hash by which ranks compare the values of tensors without sending them."""
+"""The hashes by which ranks compare the values of tensors, and recognise values that were sent."""
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -35,8 +36,8 @@ def value_hash(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
             block, offset = divmod(place, _AT_ONCE)
             bits = flat[start : start + _AT_ONCE - offset]
             sums = (bits * odd[offset : offset + bits.numel()]).sum()
-            power = pow(_GOLDEN, block, 1 << 64)  # odd, as the others
-            total += (sums * (power - (power >> 63 << 64))).to(device)
+            power = _signed(pow(_GOLDEN, block, 1 << 64))  # odd, as the others
+            total += (sums * power).to(device)
             start, place = start + bits.numel(), place + bits.numel()
     return total
 
@@ -52,3 +53,45 @@ def _odd_numbers(num: int, device: torch.device) -> torch.Tensor:
         high = numbers >> shift
         numbers.bitwise_xor_(high.bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
     return numbers.bitwise_or_(1)
+
+
+_WORD = torch.int32
+# Words at once: in the cache of a CPU; few kernels on a device.
+_WORDS_ON_CPU = 1 << 14
+_WORDS_ON_DEVICE = 1 << 18  # the weights permanently take 2 MiB
+
+
+@torch.no_grad()
+def fingerprint(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a fingerprint of the bits of `values`, cast to `dtype` first: 0-dim int64.
+
+    It sums, modulo 2^64, each 32-bit word times a random 64-bit number of its place (Carter and
+    Wegman, 1979): two different tensors agree with a probability below 2^-32. `values` is 1-D, of
+    16 or 32 bits each, and a multiple of 4 bytes.
+    """
+    at_once = _WORDS_ON_CPU if values.device.type == "cpu" else _WORDS_ON_DEVICE
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    weights = _weights(at_once, values.device)
+    width = at_once * _WORD.itemsize // (dtype or values.dtype).itemsize
+    for index, start in enumerate(range(0, values.numel(), width)):
+        piece = values[start : start + width]
+        words = (piece if dtype is None else piece.to(dtype)).view(_WORD)
+        part = (words * weights[: words.numel()]).sum()
+        total.add_(part, alpha=_signed((2 * index + 1) * _GOLDEN % 2**64))
+    return total
+
+
+@cache
+def _weights(num: int, device: torch.device) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    low, high = -(2**63), 2**63 - 1
+    with torch.inference_mode(False):
+        return torch.randint(low, high, (num,), generator=random).to(device)
+
+
+def forget_weights() -> None:
+    _weights.cache_clear()
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number

@@ -7,30 +7,33 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any, override
 
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.timeline import COMPUTE, Timeline
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.engine.zero.calls import attach_call_hooks, called, hooks_of_call, wrap_calls
+from megatron_asynchzp.engine.zero.calls import (
+    ManualRegion,
+    attach_call_hooks,
+    called,
+    hooks_of_call,
+    wrap_calls,
+)
 from megatron_asynchzp.engine.zero.captured_grads import CapturedGrads
 from megatron_asynchzp.engine.zero.construction import Construction
-from megatron_asynchzp.engine.zero.grad_hooks import GradHooks
 from megatron_asynchzp.engine.zero.guard import NO_GRAPHS, Answer, new_guarded_class
-from megatron_asynchzp.engine.zero.manual_region import ManualRegion
 from megatron_asynchzp.engine.zero.params import check_kept_views
 from megatron_asynchzp.engine.zero.plan import UnitPlan
 from megatron_asynchzp.engine.zero.saved_views import SavedViews
 from megatron_asynchzp.engine.zero.step import KeepBudgets, StepScheduler, StepState
+from megatron_asynchzp.engine.zero.taken_grads import GradHooks
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -74,33 +77,25 @@ class _ComputeMarks:
 class HZPRuntime(StepScheduler):
     """The sharded engine around a module (a model chunk): its hooks run the step.
 
-        forward    unit:  unshard | compute | reshard
-        backward   unit:  unshard | compute | reshard, reduce gradients (G axes)
-        last one   unit:  and then G to O and over the replicas
-        step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
-
-    Args:
-        root: The module whose call is a forward.
-        plans: A partition of its parameters.
-        groups: Communicators by group key of the plans.
-        schedule: See StepScheduler, as for `driver`, `grad_scale` and `budgets`.
-        construction: Holds the shards, if modules were sharded while they were built.
-        fuses_grads: Layers write weight gradients to main_grad ([Note: fused gradients]).
-        allows_compiled_modules: torch.compile may trace calls of modules, without the hooks, and
-            backward may begin within a module ([Note: saved views]).
+    forward    unit:  unshard | compute | reshard
+    backward   unit:  unshard | compute | reshard, reduce gradients (G axes)
+    last one   unit:  and then G to O and over the replicas
+    step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
     """
 
     def __init__(
         self,
-        root: nn.Module,
-        plans: Sequence[UnitPlan],
-        groups: dict[str, ShardGroups],
+        root: nn.Module,  # its call is a forward
+        plans: Sequence[UnitPlan],  # a partition of its parameters
+        groups: dict[str, ShardGroups],  # by group key of the plans
         schedule: ScheduleConfig = ScheduleConfig(),
         driver: Driver | None = None,
         grad_scale: float = 1.0,
-        construction: Construction | None = None,
-        fuses_grads: bool = False,
+        construction: Construction | None = None,  # has the shards of modules that it cut
+        fuses_grads: bool = False,  # layers write to main_grad ([Note: fused gradients])
         budgets: KeepBudgets | None = None,
+        # torch.compile may trace calls of modules, without the hooks, and backward may begin within
+        # a module ([Note: saved views])
         allows_compiled_modules: bool = False,
     ):
         self._fuses_grads = fuses_grads
@@ -115,7 +110,6 @@ class HZPRuntime(StepScheduler):
         self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
-        self._handles: list[RemovableHandle | SimpleNamespace] = []
         self.is_rehearsing = False
         self._captured_grads = CapturedGrads()
         self._resting: list[HZPUnit] = []
@@ -149,9 +143,9 @@ class HZPRuntime(StepScheduler):
         within = {part for module in captured for part in module.modules()}
         for module, units in units_of.items():
             if module in within:
-                self._handles.append(wrap_calls(module, units, runtime))
+                wrap_calls(module, units, runtime)
             else:
-                self._handles += attach_call_hooks(module, units, runtime, self._around)
+                attach_call_hooks(module, units, runtime, self._around)
 
         def begin_forward(_root: nn.Module, _args: object) -> None:
             runtime.begin_forward()
@@ -163,11 +157,9 @@ class HZPRuntime(StepScheduler):
             if not runtime.is_rehearsing:
                 runtime.reductions.take(unit, (index,))
 
-        self._handles.append(  # prepended last, so it runs before the units' hooks
-            root.register_forward_pre_hook(self._around(begin_forward), prepend=True)
-        )
-        end = self._around(end_forward)
-        self._handles.append(root.register_forward_hook(end, always_call=True))
+        # Prepended last, so it runs before the units' hooks.
+        root.register_forward_pre_hook(self._around(begin_forward), prepend=True)
+        root.register_forward_hook(self._around(end_forward), always_call=True)
         for unit in self.units:
             self.grad_hooks.attach(unit, take, takes_all=unit in self._reduce_last)
 
@@ -245,15 +237,6 @@ class HZPRuntime(StepScheduler):
             super().close()
         finally:
             self.grad_hooks.release_accumulators()
-
-    def detach(self) -> None:
-        try:
-            self.close()
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            self.grad_hooks.remove()
 
     def zero_grads(self, number: int | None = None) -> None:
         """Start or repeat a step: forget all gradients and any unfinished backward."""

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the hooks of a module call: before and after it, and where its backward begins and ends."""
+"""Owns where a module call, or a region that runs by hand, and its backward begin and end."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.engine.zero.tensors_within import tensors_within
 from megatron_asynchzp.engine.zero.unit import HZPUnit
@@ -19,7 +19,7 @@ _Inputs = dict[str, tuple[torch.dtype, torch.Size, bool]]
 
 
 class CallEngine(Protocol):
-    """The engine, as the hooks of module calls see it."""
+    """The engine, as the hooks of module calls and regions see it."""
 
     # Whether calls are captured into a graph, and belong to no step.
     is_rehearsing: bool
@@ -31,6 +31,9 @@ class CallEngine(Protocol):
     def after_forward(self, units: list[HZPUnit]) -> None: ...
     def before_backward(self, units: list[HZPUnit]) -> None: ...
     def after_backward(self, units: list[HZPUnit]) -> None: ...
+    def region_forward(self, units: list[HZPUnit]) -> AbstractContextManager[None]: ...
+    def region_backward(self, units: list[HZPUnit]) -> AbstractContextManager[None]: ...
+    def complete(self, units: list[HZPUnit]) -> None: ...
 
 
 class _Call:
@@ -113,20 +116,15 @@ def _carries_grad(value: Any) -> bool:
 
 def attach_call_hooks(
     module: nn.Module, units: list[HZPUnit], runtime: CallEngine, around: Callable[[Any], Any]
-) -> list[RemovableHandle]:
+) -> None:
     before, after = hooks_of_call(units, runtime)
-    return [
-        module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
-        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
-        module.register_forward_hook(around(after), always_call=True),
-    ]
+    module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True)
+    # always_call: an exception in the forward must not leave saved-tensor hooks behind.
+    module.register_forward_hook(around(after), always_call=True)
 
 
-def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: CallEngine) -> SimpleNamespace:
-    """Attach the hooks to a module whose class calls a captured graph, past torch's own hooks.
-
-    The result is a handle like torch's.
-    """
+def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: CallEngine) -> None:
+    """Attach the hooks to a module whose class calls a captured graph, past torch's own hooks."""
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
     captured: _Inputs = {}
@@ -143,7 +141,6 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: CallEngine) -> 
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), names)
-    return SimpleNamespace(remove=partial(setattr, module, "__class__", kind))
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
@@ -206,3 +203,30 @@ def hooks_of_call(
         return torch.is_grad_enabled() and not runtime.is_in_region
 
     return pre_forward, post_forward
+
+
+@dataclass(frozen=True, eq=False)
+class ManualRegion:
+    """A part of a layer, such as its attention, whose backward is a run of autograd of its own.
+
+        with region.forward(): ...     the parameters are needed | done
+        with region.backward(): ...    the parameters are needed | done
+        region.complete()              the gradients are complete, late ones too
+
+    Modules within are called as usual. Other regions, of any micro-batch, may run between two of
+    these moments, but not within one. See HZPRuntime.manual_region.
+    """
+
+    engine: CallEngine
+    units: list[HZPUnit]
+    completes: list[HZPUnit]
+    recomputed: list[HZPUnit]
+
+    def forward(self) -> AbstractContextManager[None]:
+        return self.engine.region_forward(self.units)
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self.engine.region_backward(list(dict.fromkeys([*self.units, *self.recomputed])))
+
+    def complete(self) -> None:
+        self.engine.complete(self.completes)

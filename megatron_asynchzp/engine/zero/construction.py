@@ -99,20 +99,15 @@ class Construction:
 
     This changes no value and draws no random number: the weights are those of the model built
     whole.
-
-    Args:
-        groups: Communicators by group key.
-        group_key_of: As in plan_units.
-        device: Where collectives run, if not where the parameters are.
-        prepare: Called with each whole parameter before it is cut.
     """
 
     def __init__(
         self,
-        groups: Mapping[str, ShardGroups],
-        group_key_of: Callable[[nn.Parameter], str] = lambda _: "dense",
-        device: torch.device | None = None,
-        prepare: Callable[[nn.Parameter], None] | None = None,
+        groups: Mapping[str, ShardGroups],  # by group key
+        group_key_of: Callable[[nn.Parameter], str] = lambda _: "dense",  # as in plan_units
+        device: torch.device | None = None,  # of collectives, if not that of the parameters
+        # Called with each whole parameter before it is cut.
+        prepare: Callable[[nn.Parameter], object] | None = None,
     ):
         self.groups = groups
         self.peak_whole_nbytes = 0  # the most bytes of parameters that were whole at once

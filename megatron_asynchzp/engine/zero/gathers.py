@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the parameters in flight: gathers of units, their places, and the rebuilding of shards."""
+"""Owns the parameters in flight: gathers in the order of use, their places, and rebuilt shards."""
 
 import logging
 import math
@@ -20,10 +20,53 @@ from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.engine.sharding.in_flight import aligned
 from megatron_asynchzp.engine.sharding.memory_map import Extent
 from megatron_asynchzp.engine.sharding.residency import Residency
-from megatron_asynchzp.engine.zero.early_sends import EarlySends
+from megatron_asynchzp.engine.zero.early_update import EarlySends
 from megatron_asynchzp.engine.zero.unit import HZPUnit
-from megatron_asynchzp.engine.zero.use_order import UseOrder
 from megatron_asynchzp.errors import ConfigurationError
+
+
+class UseOrder:
+    """The orders of this step, and of the last one that had a micro-batch.
+
+    [Note: no micro-batch] A rank whose group has no micro-batch in a step submits what crosses
+    groups in the order of its last step that had one.
+    """
+
+    def __init__(self, units: Sequence[HZPUnit]):
+        self._units = list(units)
+        # Units in the order of their first use in a forward, those included that are never
+        # gathered.
+        self._used: dict[HZPUnit, None] = {}
+        self.last_used: list[HZPUnit] = []  # of the last step that had a forward
+        # Trained units in the order in which the last micro-batch completed their gradients.
+        self._completed: list[HZPUnit] = []
+        # Those of the last step that had a backward; None before the first one.
+        self.last_completed: list[HZPUnit] | None = None
+        # Whether a backward of this step has reduced gradients.
+        self.had_backward = False
+
+    def begin_step(self) -> None:
+        self._used.clear()
+        self._completed, self.had_backward = [], False
+
+    def note_use(self, unit: HZPUnit) -> None:
+        self._used.setdefault(unit)
+
+    def note_completed(self, unit: HZPUnit) -> None:
+        """Note that no later micro-batch of this step changes the gradients of `unit`."""
+        self._completed.append(unit)
+
+    def record_completed(self) -> None:
+        self.last_completed = self._completed
+
+    def record_used(self) -> None:
+        self.last_used = list(self._used or self.last_used)
+
+    @property
+    def units_in_order(self) -> list[HZPUnit]:
+        """All units: as this training step first used them, or the last one, and then the rest."""
+        return list(dict.fromkeys([*(self._used or self.last_used), *self._units]))
+
 
 _logger = logging.getLogger("megatron_asynchzp")
 

@@ -15,9 +15,9 @@ from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.sharding.decisions import GradsInFlight
 from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES
-from megatron_asynchzp.engine.sharding.pieces import GradPiece
+from megatron_asynchzp.engine.sharding.layout import GradPiece
 from megatron_asynchzp.engine.sharding.residency import Residency
-from megatron_asynchzp.engine.zero.early_sends import EarlySends
+from megatron_asynchzp.engine.zero.early_update import EarlySends
 from megatron_asynchzp.engine.zero.taken_grads import (
     has_grads,
     pack_grads,

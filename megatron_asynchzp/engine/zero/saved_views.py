@@ -63,7 +63,7 @@ class SavedViews:
         self._units_by_storage: dict[int, HZPUnit] = {}
         self._storages: dict[int, StorageWeakRef] = {}  # all storages of gathered units
         self._watched: set[HZPUnit] = set()  # gathered for a forward of this step, under hooks
-        self._with_views: set[HZPUnit] = set()
+        self._with_views: set[HZPUnit] = set()  # a view of their parameters was found
         self._without_views: set[HZPUnit] = set()
         if not SavedViews.all:
             _autograd._push_saved_tensors_default_hooks = _push_theirs
@@ -80,10 +80,6 @@ class SavedViews:
         self._watched.clear()
         alive = {key: ref for key, ref in self._storages.items() if not ref.expired()}
         self._storages = alive
-
-    def note_view(self, unit: HZPUnit) -> None:
-        """Give `unit` the hooks: a view of its parameters was found."""
-        self._with_views.add(unit)
 
     def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
         if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
@@ -146,7 +142,7 @@ class SavedViews:
         if unit is None or unit.is_always_unsharded:
             return _Kept.of(tensor, checks_version)
         if type(tensor) is torch.Tensor:
-            self.note_view(unit)
+            self._with_views.add(unit)
         offset = int(tensor.storage_offset())
         form = tensor.dtype, tensor.shape, tensor.stride(), offset
         return SavedView(
@@ -159,7 +155,7 @@ class SavedViews:
         if saved.version not in (None, version := saved.unit.sent_record.versions[0]):
             _refuse_written(f"parameters of {saved.unit.name}", version, saved.version)
         if not saved.unit.is_unsharded:
-            self.note_view(saved.unit)  # nothing else would gather it in time
+            self._with_views.add(saved.unit)  # nothing else would gather it in time
         self._on_missing(saved.unit)
         full = saved.unit.full_param_storage
         if saved.dtype != full.dtype:

@@ -27,9 +27,10 @@ from megatron_asynchzp.engine.comm.collectives import (
     followed_by,
 )
 from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.order_check import submit_comparison
 from megatron_asynchzp.engine.comm.task import Task
-from megatron_asynchzp.engine.zero.early_sends import EarlySends
-from megatron_asynchzp.engine.zero.fingerprint import forget_weights
+from megatron_asynchzp.engine.sharding.value_hash import forget_weights
+from megatron_asynchzp.engine.zero.early_update import EarlySends
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -108,12 +109,7 @@ class SentCheck:
                 unit.sent_record.is_watched = True
 
     def note_update(self, current: Collection[HZPUnit], updated: set[HZPUnit] | None) -> None:
-        """Note that the engine is about to send updated main parameters.
-
-        Args:
-            current: Units that all ranks have already.
-            updated: Units that the update wrote to; None: any.
-        """
+        """Note that the engine sends the update of `updated` (None: any) now, but for `current`."""
         for unit in self._units if self._is_enabled else ():
             if unit.is_trained and not unit.is_main_param_away:
                 unit.sent_record.note_expected(is_as_sent=unit in current)
@@ -186,10 +182,7 @@ class SentCheck:
 
             return followed_by(last, end)
 
-        driver = self._driver
-        after = [driver.latest.get(lane) for lane in ("reduce", "grad-sync")]
-        ready = (driver.device.record_event(),)
-        self._task = driver.submit(Task("order", "what was sent", self._axes, steps, ready, after))
+        self._task = submit_comparison(self._driver, "what was sent", self._axes, steps)
 
     def differing(self) -> list[HZPUnit]:
         """Return the units of the last `compare` that differ on any rank; holds the host."""

@@ -12,7 +12,7 @@ from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
 from megatron_asynchzp.engine.sharding.layout import FlatLayout
 from megatron_asynchzp.engine.sharding.topology import Range
-from megatron_asynchzp.engine.zero.fingerprint import fingerprint
+from megatron_asynchzp.engine.sharding.value_hash import fingerprint
 from megatron_asynchzp.engine.zero.guard import ParamGuard
 
 

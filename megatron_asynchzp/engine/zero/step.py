@@ -24,7 +24,7 @@ from megatron_asynchzp.engine.sharding.in_flight import (
     MemoryInFlight,
     memory_in_flight,
 )
-from megatron_asynchzp.engine.sharding.pieces import grad_pieces
+from megatron_asynchzp.engine.sharding.layout import grad_pieces
 from megatron_asynchzp.engine.sharding.residency import Residency
 from megatron_asynchzp.engine.zero.gathers import Gathers, ParamBudget
 from megatron_asynchzp.engine.zero.reductions import Reductions
@@ -252,12 +252,8 @@ class StepScheduler:
         """Complete the gradients: their fragments become the sum over all ranks x scale.
 
         Starts the reductions that backward did not start, waits for all, and compares the ranks'
-        tasks. Collective.
-
-        Raises:
-            OrderMismatch: Ranks of the sharding group submitted different tasks; raised on all of
-                them.
-            ConfigurationError: No step of this process has had a backward yet.
+        tasks. Collective. All ranks of a sharding group that submitted different tasks raise
+        OrderMismatch.
         """
         self.check_usable()
         self._order_check.wait()
@@ -331,9 +327,8 @@ class StepScheduler:
     def sync_params(self, skip_unchanged: bool = False) -> None:
         """Rebuild the parameter shards from main_param, in the background, after the optimizer.
 
-        Args:
-            skip_unchanged: Compare early sends with the result of the update, and send only
-                differences again ([Note: compared with what was sent]). Collective then.
+        With `skip_unchanged` (collective) early sends are compared with the result of the update,
+        and only differences are sent again ([Note: compared with what was sent]).
         """
         self.driver.timeline.end_computation()
         current = self.sent_check.already_current() if skip_unchanged else []

@@ -25,15 +25,14 @@ from megatron_asynchzp.engine.comm.collectives import (
 )
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.low_precision_gather import Fp8Gather, WeightGrid
-from megatron_asynchzp.engine.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.sharding.early_units import OuterTraffic
 from megatron_asynchzp.engine.sharding.in_flight import (
     UnitInFlight,
     grads_before_added_nbytes,
     reduction_nbytes,
 )
-from megatron_asynchzp.engine.sharding.layout import FlatLayout
-from megatron_asynchzp.engine.sharding.pieces import GradPiece
+from megatron_asynchzp.engine.sharding.layout import FlatLayout, GradPiece
 from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.engine.zero.guard import ParamGuard
 from megatron_asynchzp.engine.zero.marks import Marks
@@ -46,18 +45,22 @@ class IllegalTransition(RuntimeError):
 
 
 class Fragment:
-    """The part of a parameter that lies in this rank's optimizer shard."""
+    """The part of a parameter in this rank's optimizer shard, or P shard if it is not trained."""
 
-    def __init__(
-        self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor, is_away: bool
-    ):
-        self.index = index  # of the parameter in its unit
-        self.held = held  # its row-major elements that lie in the shard
-        self.values = values  # these elements of main_param, 1-D fp32
-        self.grad = grad  # and of main_grad, 1-D; see give_grad
-        # The optimizer's parameter; it reads as NaN while `values` are on the host.
-        nan = torch.tensor(torch.nan, device=grad.device)
-        self.param = torch.nn.Parameter(nan.expand(values.shape) if is_away else values)
+    grad: torch.Tensor  # if trained: its elements of main_grad, 1-D; see give_grad
+    # If trained: the optimizer's parameter; it reads as NaN while `values` are on the host.
+    param: torch.nn.Parameter
+
+    def __init__(self, unit: "HZPUnit", index: int):
+        self.unit, self.index = unit, index  # the unit, and the parameter's number in it
+        self.name, self.shape = unit.param_names[index], unit.layout.slices[index].shape
+        # Its row-major elements in the shard, and their values, 1-D: of main_param, if trained.
+        source = unit.main_param if unit.is_trained else unit.model_param
+        self.held, self.values = source.elements_of(index)
+        if unit.is_trained:
+            self.grad = unit.main_grad.sub_buffer(unit.optim_range).elements_of(index)[1]
+            nan = torch.tensor(torch.nan, device=unit.device).expand(self.values.shape)
+            self.param = torch.nn.Parameter(nan if unit.is_main_param_away else self.values)
 
 
 class HZPUnit:
@@ -367,12 +370,8 @@ class HZPUnit:
     def main_param_fragments(self) -> list[torch.Tensor]:
         return self.main_param.fragment_views()
 
-    def new_fragments(self) -> "list[Fragment]":
-        main, is_away = self.main_param, self.is_main_param_away
-        return [
-            Fragment(index, *main.elements_of(index), grad, is_away)
-            for index, grad in enumerate(self.main_grad_fragments())
-        ]
+    def new_fragments(self) -> list[Fragment]:
+        return [Fragment(self, index) for index in range(len(self.params))]
 
     def hold_on_host(self, memory: torch.Tensor) -> None:
         self.is_on_host = True

@@ -96,11 +96,7 @@ class Round:
     Axes follow each other, the outermost first, where the pieces are smallest. Pieces that meet on
     a rank lie next to each other in the matrix, in the order of the ranks along the axis, because
     that axis cut them last. So nothing is sorted, and the communicators of the reductions suffice.
-
-    Args:
-        matrices: Of this round.
-        owners: For each, a rank within the O ranks.
-        groups: Of all the matrices.
+    Each owner is a rank within the O ranks.
     """
 
     def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int], groups: ShardGroups):

@@ -21,11 +21,9 @@ from megatron_asynchzp.checkpoint_files.choice import (
     list_unfinished,
     repair_tracker,
 )
-from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.errors import one_line
-from megatron_asynchzp.checkpoint_files.index import index_read_once
-from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
-from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
+from megatron_asynchzp.checkpoint_files.index import index_read_once, read_common_state
+from megatron_asynchzp.checkpoint_files.verification import Peers, VerifyLevel, on_first
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.frozen import (
     is_partly_frozen,

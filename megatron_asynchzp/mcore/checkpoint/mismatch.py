@@ -11,9 +11,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_asynchzp.checkpoint_files.common_state import read_common_state
-from megatron_asynchzp.checkpoint_files.index import IndexReader
-from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
+from megatron_asynchzp.checkpoint_files.index import IndexReader, read_common_state
+from megatron_asynchzp.checkpoint_files.verification import Peers, on_first
 from megatron_asynchzp.mcore.checkpoint.causes import cause_of, describe, differing
 
 # Arguments that Megatron refuses to differ.

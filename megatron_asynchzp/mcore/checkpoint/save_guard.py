@@ -19,14 +19,14 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.errors import one_line
-from megatron_asynchzp.checkpoint_files.lock import SaveLock
-from megatron_asynchzp.checkpoint_files.peers import on_first
 from megatron_asynchzp.checkpoint_files.saving import (
+    SaveLock,
     complete_directory,
     prepare_directory,
     save_error,
 )
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.checkpoint_files.verification import on_first
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.failure.other_collective import collective_of
 from megatron_asynchzp.engine.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.aliases import complete_index

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.utils import unwrap_model
 
-from megatron_asynchzp.engine.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
+from megatron_asynchzp.engine.sharding.layout import cut_into_boxes
 from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.unit import HZPUnit

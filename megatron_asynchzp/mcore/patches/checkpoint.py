@@ -177,7 +177,7 @@ def load_global(original: Callable, *args: Any, **options: Any) -> Any:
 def load_common(original: Callable, checkpoint_dir: str) -> Any:
     if run_args() is None:
         return original(checkpoint_dir)
-    from megatron_asynchzp.checkpoint_files.common_state import read_common_state
+    from megatron_asynchzp.checkpoint_files.index import read_common_state
 
     return read_common_state(checkpoint_dir)
 

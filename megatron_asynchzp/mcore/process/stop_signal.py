@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.device import Device
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 
 
 class StopSignal:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_asynchzp.engine.comm.collectives import AxisGroup
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.backward_room import preview_nbytes
+from megatron_asynchzp.engine.sharding.early_units import preview_nbytes
 from megatron_asynchzp.engine.sharding.topology import spans_nodes
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.start.low_precision import kept_nbytes

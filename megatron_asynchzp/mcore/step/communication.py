@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.report import CommReport, CommReports
+from megatron_asynchzp.engine.comm.driver import CommReport, Driver
 from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.comm.timeline import stop_trace
 from megatron_asynchzp.engine.device import Device
@@ -68,7 +67,6 @@ class Communication:
         # Set by the optimizer, which is made after the runtimes.
         self.moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]] = lambda unit: ()
         self.budgets = KeepBudgets()
-        self._reports = CommReports(self.driver)
         # When the model is collected, its threads end.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
         self._end.atexit = False
@@ -102,7 +100,7 @@ class Communication:
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_report(self) -> CommReport:
-        return self._reports.next_report()
+        return self.driver.take_report()
 
     def nbytes_in_flight(self) -> int:
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)

@@ -8,10 +8,10 @@ from types import TracebackType
 
 from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.engine.comm.order_check import OrderMismatch
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.engine.failure.last_line import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
+    CollectiveFailure,
     LastLine,
     end_process,
 )

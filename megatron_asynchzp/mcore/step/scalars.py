@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scalars for TensorBoard and Weights & Biases, written by Megatron's writers at each log line."""
 
-from megatron_asynchzp.engine.comm.report import CommReport
+from megatron_asynchzp.engine.comm.driver import CommReport
 from megatron_asynchzp.mcore.run.settings import Run
 from megatron_asynchzp.mcore.step.communication import Communication
 from megatron_asynchzp.planner.memory import MomentBytes

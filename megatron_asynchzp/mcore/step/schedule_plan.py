@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
-from megatron_asynchzp.engine.zero.manual_region import ManualRegion
+from megatron_asynchzp.engine.zero.calls import ManualRegion
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 
 

@@ -13,14 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_asynchzp.attention.triton_backward import backward_kv_kernel, backward_q_kernel
-from megatron_asynchzp.attention.triton_forward import forward_kernel
-from megatron_asynchzp.attention.triton_tiles import (
+from megatron_asynchzp.attention.triton_forward import (
     BACKWARD_Q,
     FORWARD,
-    SHIFT_BLOCK,
-    SHIFT_PARTS,
     as_options,
     backward_kv_table,
+    forward_kernel,
     padded_dim,
 )
 
@@ -46,8 +44,7 @@ def compiled(kernel: str, dim: int, *, sm: int, has_shift: bool, dtype: str = "f
     # fmt: off
     constants = {
         "DIM": dim, "VALUE_DIM": dim, "PADDED_DIM": padded_dim(dim),
-        "PADDED_VALUE_DIM": padded_dim(dim), "SHIFT_BLOCK": SHIFT_BLOCK, "HAS_SHIFT": has_shift,
-        "SHIFT_PARTS": SHIFT_PARTS, "PRECISION": "tf32",
+        "PADDED_VALUE_DIM": padded_dim(dim), "HAS_SHIFT": has_shift, "PRECISION": "tf32",
         "BLOCK_M": options["BLOCK_M"], "BLOCK_N": options["BLOCK_N"],
     }
     # fmt: on

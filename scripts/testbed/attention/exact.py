@@ -4,7 +4,7 @@
 
 import torch
 
-from megatron_asynchzp.attention.heads import (
+from megatron_asynchzp.attention.call import (
     AttentionGradients,
     AttentionOutput,
     fold_heads,

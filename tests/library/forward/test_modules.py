@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardSizes, shard
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from scripts.testbed.ranks import run_ranks
 from tests.support import loops
 from tests.support.hooks_of_others import check_hooks_of_others

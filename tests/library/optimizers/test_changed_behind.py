@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.engine.comm.collectives import Steps, completed
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.zero import unit as unit_module
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.library.optimizer import _refuse_other_parts
-from megatron_asynchzp.library.states import refuse_optimizer
+from megatron_asynchzp.library.optimizer import _refuse_other_parts, refuse_optimizer
 from scripts.testbed.ranks import run_ranks
 from tests.support.loops import Loop, load, optimizer_params, save, unclipped, unclipped_step
 from tests.support.selection import slow_unless

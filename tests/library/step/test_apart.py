@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
-from megatron_asynchzp.engine.comm.submitted import crosses_groups
+from megatron_asynchzp.engine.comm.driver import crosses_groups
 from megatron_asynchzp.engine.failure import last_line, roll_call, standstill
 from megatron_asynchzp.engine.failure.standstill import Progress, why_apart
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds

@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
-from megatron_asynchzp.engine.zero import grad_hooks
+from megatron_asynchzp.engine.zero import taken_grads
 from scripts.testbed.ranks import RankPlace, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.loops import (
@@ -435,7 +435,7 @@ def masked_grads(sizes: Sizes) -> None:
         return model
 
     for large in (0, 2**20):
-        with patch.object(grad_hooks, "LARGE_GRAD_NBYTES", large):
+        with patch.object(taken_grads, "LARGE_GRAD_NBYTES", large):
             trains_alike(sizes, build, after=mask_all)
 
 

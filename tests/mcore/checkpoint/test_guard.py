@@ -4,6 +4,7 @@
 
 import contextlib
 import logging
+import os
 import resource
 import shutil
 import signal
@@ -16,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
 from megatron_asynchzp.checkpoint_files.errors import SaveError
-from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
-from megatron_asynchzp.checkpoint_files.saving import complete_directory
+from megatron_asynchzp.checkpoint_files.saving import SaveLock, complete_directory
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.torch_dist import write_checkpoint
 from megatron_asynchzp.mcore.checkpoint import load_guard, save_guard
@@ -35,7 +35,8 @@ def _run(*flags: str) -> RunRecord:
         argv = gpt_args("--train-iters", "4", "--use-asynchzp", *flags)
         return run_pretrain(argv, inspect=lambda chunks, _: chunks[0].runtime.step)
     finally:
-        SaveLock.release_all()  # the next run in these processes is another one
+        while SaveLock._held:  # the next run in these processes is another one
+            os.close(SaveLock._held.popitem()[1])
 
 
 def _refusal(*flags: str) -> str:

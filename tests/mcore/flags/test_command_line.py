@@ -9,8 +9,7 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron_asynchzp import launch
-from megatron_asynchzp.attention.delegate import VENDOR_NAMES
-from megatron_asynchzp.attention.pasa import MODES
+from megatron_asynchzp.attention.pasa import MODES, VENDOR_NAMES
 from megatron_asynchzp.command import COMMANDS
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import check_command_line, mistyped, own_flags

@@ -240,7 +240,7 @@ def test_a_stock_run_in_the_process_of_ours_has_no_settings_of_it(monkeypatch):
 
 
 def test_in_018_a_common_state_among_the_shards_is_read_by_our_runs_alone(tmp_path, monkeypatch):
-    from megatron_asynchzp.checkpoint_files.common_state import COMMON_OBJECT
+    from megatron_asynchzp.checkpoint_files.index import COMMON_OBJECT
     from megatron_asynchzp.hf.torch_dist import write_checkpoint
 
     write_checkpoint(tmp_path / "it", [], {COMMON_OBJECT: {"iteration": 3}})

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.training import global_vars
 
 from megatron_asynchzp.engine.device import CpuDevice
-from megatron_asynchzp.engine.failure.collective_failure import CollectiveFailure
+from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.mcore.patches import process
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal

@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "what-crosses-groups-is-not-compared",
         "law 3: groups compare what crosses them",
-        "engine/comm/submitted.py",
+        "engine/comm/driver.py",
         "return not entry.startswith(_OF_MICRO_BATCHES)",
         "return False",
         (
@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant(
         "no-forward-no-order-of-parameters",
         "law 3: a group without a micro-batch rebuilds parameters in the order of the others",
-        "engine/zero/use_order.py",
+        "engine/zero/gathers.py",
         "[*(self._used or self.last_used), *self._units]",
         "[*self._used, *self._units]",
         (
@@ -171,9 +171,9 @@ MUTANTS = [
     Mutant(
         "threads-ignore-earlier-jobs",
         "law 6: a task on a thread begins after those whose results it reads",
-        "engine/comm/thread_driver.py",
-        "for source in task.after:\n",
-        "for source in ():\n",
+        "engine/comm/schedules.py",
+        "                    for source in task.after:\n                        source.await",
+        "                    for source in ():\n                        source.await",
         (
             "tests/zero/test_happens_before.py::"
             "test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered"
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "nothing-is-put-off",
         "nothing stands behind a collective before it is needed",
-        "engine/comm/main_thread_driver.py",
+        "engine/comm/schedules.py",
         "if not task.is_on_its_way:",
         "if True:",
         (
@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         "a-lane-overtakes-itself",
         "a lane issues its tasks in the order of submission",
-        "engine/comm/main_thread_driver.py",
+        "engine/comm/schedules.py",
         "            if earlier.lane == task.lane and earlier in self._postponed:\n"
         "                self._issue(earlier)",
         "            pass",

@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "parts-never-complete",
         "a unit that is run in parts is reduced when its part says so",
-        "engine/zero/manual_region.py",
+        "engine/zero/calls.py",
         "self.engine.complete(self.completes)",
         "pass",
         "tests/zero/test_parts.py::test_a_model_in_parts_has_the_gradients_of_its_calls_in_every_bit",
@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         "written-part-is-plain",
         "a tensor that a rank's part is written to is no tensor of all ranks",
-        "library/parts.py",
+        "library/grads.py",
         "if tensor._version != version:",
         "if False:",
         (
@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "written-view-is-alone",
         "neither is the tensor that it is a view of",
-        "library/parts.py",
+        "library/grads.py",
         "(tensor, tensor._base)",
         "(tensor,)",
         (

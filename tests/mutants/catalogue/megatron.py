@@ -156,7 +156,7 @@ MUTANTS = [
     Mutant(
         "one-expert-for-all",
         "each expert is streamed under its own number",
-        "hf/contents.py",
+        "hf/mapping.py",
         "return self.rule.names_of(self.place)",
         "return self.rule.names_of((*self.place[:1], 0))",
         (
@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant(
         "adapters-scaled-by-alpha",
         "an adapter is merged times alpha / rank",
-        "hf/adapters.py",
+        "hf/export_model.py",
         "self._alpha / len(into) * (out @ into)",
         "self._alpha * (out @ into)",
         ("tests/hf/test_adapters.py::test_the_merged_weight_is_the_sum_in_fp32_rounded_once"),

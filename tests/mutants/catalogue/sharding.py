@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "checkpoint-boxes",
         "the boxes of a shard in a checkpoint are its elements",
-        "engine/sharding/boxes.py",
+        "engine/sharding/layout.py",
         "first, last = -(-start // row_numel), stop // row_numel",
         "first, last = start // row_numel, stop // row_numel",
         (
