@@ -132,17 +132,17 @@ class Cluster:
         if num_ranks <= self.ranks_per_node:
             return replace(self, nodes=1, ranks_per_node=num_ranks, nodes_per_domain=1)
         nodes, rest = divmod(num_ranks, self.ranks_per_node)
-        joined = min(self.nodes_per_domain, nodes)
+        joined, fault = min(self.nodes_per_domain, nodes), ""
         if rest:
-            raise ConfigurationError(
-                f"{self.name}: {num_ranks} ranks do not fill nodes of {self.ranks_per_node}; "
-                f"give {nodes * self.ranks_per_node} or {(nodes + 1) * self.ranks_per_node}"
+            whole = nodes * self.ranks_per_node
+            fault = f"nodes of {self.ranks_per_node}; give {whole} or {whole + self.ranks_per_node}"
+        elif nodes % joined:
+            fault = (
+                f"domains of {self.ranks_per_domain}; give whole ones, or in a file of yours "
+                "nodes_per_domain as a job gets them"
             )
-        if nodes % joined:
-            raise ConfigurationError(
-                f"{self.name}: {num_ranks} ranks do not fill domains of {self.ranks_per_domain}; "
-                "give whole ones, or in a file of yours nodes_per_domain as a job gets them"
-            )
+        if fault:
+            raise ConfigurationError(f"{self.name}: {num_ranks} ranks do not fill {fault}")
         return replace(self, nodes=nodes, nodes_per_domain=joined)
 
 

@@ -5,13 +5,13 @@
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.goodput import Failures
 
@@ -21,7 +21,11 @@ _ABOVE_0 = (
     "tflops", "memory_gib", "memory_gb_s", "efficiency", "gb_s", "mtbf_hours", "copy_gb_s",
     "save_gb_s",
 )  # fmt: skip
-_TABLES = {Device: Device, Link: Link, Failures | None: Failures}  # by the type of a field
+# By the type of a field: the table that it holds, and what a value is that is not of it.
+_TABLES: dict[Any, type] = {Device: Device, Link: Link, Failures | None: Failures}
+_OTHERS: dict[Any, str] = {
+    bool: "neither true nor false", str: "not a text", int: "not a whole number of at least 1",
+}  # fmt: skip
 _CURVE = "is not a list of [bytes, part] with ascending bytes above 0, parts in (0, 1]"
 
 
@@ -54,64 +58,71 @@ def cluster_names() -> list[str]:
 
 
 def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
-    cluster = _read(Cluster, {"name": Path(file).stem, **entries}, f"{file}: ")
+    entries = {"name": Path(file).stem, **entries}
+    raise_first(_faults_of_table(Cluster, entries, f"{file}: "))
+    cluster = _made(Cluster, entries)
     if cluster.device.reserved_gib >= cluster.device.memory_gib:
         raise ConfigurationError(f"{file}: device.reserved_gib: leaves nothing of memory_gib")
     return cluster
 
 
-def _read(kind: type, entries: Any, place: str) -> Any:
-    """Build a `kind` from these entries; messages put `place` before the name of a field."""
+def _faults_of_table(kind: type, entries: Any, place: str) -> Iterator[str]:
+    """Name entries that make no `kind`; messages put `place` before the name of a field."""
     if not isinstance(entries, dict):
-        raise ConfigurationError(f"{place.rstrip('.')}: is not a table")
+        yield f"{place.rstrip('.')}: is not a table"
+        return
     known = {each.name: each for each in fields(kind)}
     for name in entries:
         if name not in known:
-            raise ConfigurationError(f"{place}{name}: is not one of {', '.join(sorted(known))}")
-    values = {}
+            yield f"{place}{name}: is not one of {', '.join(sorted(known))}"
     for name, each in known.items():
         if name in entries:
-            values[name] = _value(name, each.type, entries[name], f"{place}{name}")
+            yield from _faults_of(name, each.type, entries[name], f"{place}{name}")
         elif each.default is MISSING:
-            raise ConfigurationError(f"{place}{name}: is missing")
-    return kind(**values)
+            yield f"{place}{name}: is missing"
 
 
-def _value(name: str, kind: Any, value: Any, place: str) -> Any:
+def _faults_of(name: str, kind: Any, value: Any, place: str) -> Iterator[str]:
     if kind in _TABLES:
-        return _read(_TABLES[kind], value, f"{place}.")
-    if kind is bool and not isinstance(value, bool):
-        raise ConfigurationError(f"{place}: {value!r} is neither true nor false")
-    if kind is str and not isinstance(value, str):
-        raise ConfigurationError(f"{place}: {value!r} is not a text")
-    if kind is int and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigurationError(f"{place}: {value!r} is not a whole number of at least 1")
-    if kind is float:
+        yield from _faults_of_table(_TABLES[kind], value, f"{place}.")
+    elif kind in _OTHERS:
+        if type(value) is not kind or (kind is int and value < 1):
+            yield f"{place}: {value!r} is {_OTHERS[kind]}"
+    elif kind is float:
         low, high = "above 0" if name in _ABOVE_0 else "of at least 0", math.inf
         if name == "efficiency":
             low, high = f"{low} and at most 1", 1.0
-        number = math.nan  # if `value` is no number
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-        is_low = number < 0 or (name in _ABOVE_0 and number == 0)
-        if not math.isfinite(number) or is_low or number > high:
-            raise ConfigurationError(f"{place}: {value!r} is not a number {low}")
-        return number
-    return value if kind in (bool, str, int) else _curve(value, place)
+        is_finite = type(value) in (int, float) and math.isfinite(value)
+        if not (is_finite and 0 <= value <= high and (value or name not in _ABOVE_0)):
+            yield f"{place}: {value!r} is not a number {low}"
+    elif not _curve(value):
+        yield f"{place}: {_CURVE}"
 
 
-def _curve(pairs: Any, place: str) -> tuple[tuple[float, float], ...]:
+def _made(kind: type, entries: Mapping[str, Any]) -> Any:
+    values = {}
+    for each in fields(kind):
+        if each.name in entries:
+            value, wanted = entries[each.name], each.type
+            if wanted in _TABLES:
+                value = _made(_TABLES[wanted], value)
+            elif wanted not in _OTHERS:
+                value = float(value) if wanted is float else _curve(value)
+            values[each.name] = value
+    return kind(**values)
+
+
+def _curve(pairs: Any) -> tuple[tuple[float, float], ...]:
+    """Return the points of an efficiency; none if they make no curve."""
     curve: list[tuple[float, float]] = []
     try:
         for nbytes, part in pairs:
             ascends = nbytes > (curve[-1][0] if curve else 0)
             if not (ascends and 0 < part <= 1 and math.isfinite(nbytes)):
-                raise ValueError
+                return ()
             curve.append((float(nbytes), float(part)))
     except (TypeError, ValueError):
-        curve = []
-    if not curve:
-        raise ConfigurationError(f"{place}: {_CURVE}")
+        return ()
     return tuple(curve)
 
 

@@ -95,7 +95,7 @@ class Costing(RankBytes):
         return replace(self, plan=replace(self.plan, sizes=sizes), known={})
 
     def work(self, kind: int, unit: Unit) -> list[Transfer]:
-        if unit.numel == 0:
+        if unit.numel == 0 or not (unit.is_trained or kind == GATHER):
             return []
         return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
 
@@ -113,10 +113,11 @@ class Costing(RankBytes):
 
     def communication(self, stage: int) -> list[dict[int, list[Transfer]]]:
         kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
-        keys = [(unit.aligned_numel, unit.group, unit.kind) for unit in self.units[stage]]
-        units = dict(zip(keys, self.units[stage], strict=True))
+        units = self.units[stage]
+        keys = [(unit.aligned_numel, unit.group, unit.kind, unit.is_trained) for unit in units]
         known = {
-            key: {kind: self.work(kind, unit) for kind in kinds} for key, unit in units.items()
+            key: {kind: self.work(kind, unit) for kind in kinds}
+            for key, unit in dict(zip(keys, units, strict=True)).items()
         }
         return [known[key] for key in keys]
 

@@ -163,7 +163,7 @@ class RankBytes:
         at_rest, whole, away = self.once(
             ("states", *key, plan.moments, plan.offload), lambda: self._states(stage)
         )
-        flying = self.once(("flying", *key, plan.wire, schedule), lambda: self.in_flight_of(stage))
+        flying = self.in_flight_of(stage)
         key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
         kept = self.once(key, lambda: stage_activations(self.setting, stage))
         copies = self._copies(stage) if plan.is_on_cpu else None
@@ -260,9 +260,14 @@ class RankBytes:
         return list(chunks.values())
 
     def in_flight_of(self, stage: int) -> list[MemoryInFlight]:
-        of = self.plan.schedule
-        chunks = self._chunks(stage)
-        return [memory_in_flight(each, of.depth, budget=of.in_flight_nbytes) for each in chunks]
+        plan, of = self.plan, self.plan.schedule
+
+        def make() -> list[MemoryInFlight]:
+            chunks = self._chunks(stage)
+            return [memory_in_flight(each, of.depth, budget=of.in_flight_nbytes) for each in chunks]
+
+        key = (plan.parallel, plan.sizes, plan.expert_sizes, stage, plan.wire, of)
+        return self.once(("flying", *key), make)
 
     def _copies(self, stage: int) -> Copies:
         params, grads, casts, itemsize = 0, 0, 0, self.model.itemsize

@@ -152,54 +152,80 @@ def _bounds_of(costing: Costing) -> tuple[float, float]:
     """
     plan = costing.plan
     parallel, schedule, count = plan.parallel, plan.schedule, plan.batch.num_micro_batches
-    compute = costing.once(
+    compute, fill = costing.once(
         ("computing", parallel, plan.batch, plan.recompute), lambda: _computing_s(costing)
     )
-    keeps = schedule.keep_params_nbytes > 0, schedule.keep_grads_nbytes > 0
     carried = costing.once(
-        ("carried", parallel, plan.sizes, plan.wire, schedule.grad_slot_nbytes, keeps),
-        lambda: [
-            times for stage in range(parallel.pp) for times in _carried(costing, stage, *keeps)
-        ],
+        ("carried", parallel, plan.sizes, plan.wire, schedule),
+        lambda: [times for stage in range(parallel.pp) for times in _carried(costing, stage)],
     )
-    worst = max((count * each + once for each, once in carried), default=0.0)
-    ends = max((once for _, once in carried), default=0.0)
-    bubble = (parallel.pp - 1) / parallel.virtual * compute
-    busy = count * compute + bubble
-    bound = max(busy, worst)
+    busy = max(count * each + ahead for each, ahead in zip(compute, fill, strict=True))
+    worst = max((count * each + once for each, once, _ in carried), default=0.0)
+    least = max((count * (each - kept) + once for each, once, kept in carried), default=0.0)
+    ends = max((once for _, once, _ in carried), default=0.0)
     # What a step carries once is hidden behind one backward and one forward at best; of the
     # rest the first unit and the last wait.
-    estimate = max(bound, busy + max(0.0, ends - compute)) + 0.02 * worst / count
-    return bound, estimate
+    hidden = max(busy, worst, busy + max(0.0, ends - max(compute)))
+    return max(busy, least), hidden + 0.02 * worst / count
 
 
-def _computing_s(costing: Costing) -> float:
-    times = (map(costing.compute.of_unit, units) for units in costing.units)
-    return max(sum(map(sum, of_stage)) for of_stage in times)
+def _computing_s(costing: Costing) -> tuple[list[float], list[float]]:
+    """Return what a micro-batch computes on each stage, and on those before it in its first chunk.
 
-
-def _carried(
-    costing: Costing, stage: int, keeps_params: bool, keeps_grads: bool
-) -> list[tuple[float, float]]:
-    """Return the seconds of each link and each lane, per micro-batch and per step.
-
-    A lane's operations and latencies follow each other.
+    A stage waits for their forward before it begins, and they have the last backward to do after
+    it ends.
     """
+    of_unit = costing.compute.of_unit
+    stages = [[(unit.chunk, sum(of_unit(unit))) for unit in units] for units in costing.units]
+    first = [sum(seconds for chunk, seconds in units if chunk == 0) for units in stages]
+    each = [sum(seconds for _, seconds in units) for units in stages]
+    return each, [sum(first[:stage]) for stage in range(len(stages))]
+
+
+def _carried(costing: Costing, stage: int) -> list[tuple[float, float, float]]:
+    """Return the seconds of each link and each lane: per micro-batch, per step, and maybe kept.
+
+    A lane's operations and latencies follow each other. Units that are in memory where a forward or
+    a backward ends need not be gathered for the next: all that memory holds, at most.
+    """
+    schedule = costing.plan.schedule
     # With a budget as little as once in a step.
     times = {
-        GATHER: (0, 1) if keeps_params else (2, 0),
-        REDUCE: (0, 1) if keeps_grads else (1, 0),
+        GATHER: (0, 1) if schedule.keep_params_nbytes else (2, 0),
+        REDUCE: (0, 1) if schedule.keep_grads_nbytes else (1, 0),
         GRAD_SYNC: (0, 1),
         PARAM_SYNC: (0, 1),
     }
     each, once = defaultdict[str | int, float](float), defaultdict[str | int, float](float)
-    for cost in costing.communication(stage):
+    gathers = defaultdict[tuple[str | int, int], list[tuple[float, int]]](list)
+    for unit, cost in zip(costing.units[stage], costing.communication(stage), strict=True):
         for lane, (often, rarely) in times.items():
+            own = defaultdict[str | int, float](float)
             for link, busy_s, latency_s in cost[lane]:
-                for carrier, seconds in ((link, busy_s), (lane, busy_s + latency_s)):
-                    each[carrier] += often * seconds
-                    once[carrier] += rarely * seconds
-    return [(each[carrier], once[carrier]) for carrier in each]
+                own[link] += busy_s
+                own[lane] += busy_s + latency_s
+            for carrier, seconds in own.items():
+                each[carrier] += often * seconds
+                once[carrier] += rarely * seconds
+                if lane == GATHER and often:
+                    held_nbytes = costing.in_flight(unit).params
+                    gathers[carrier, unit.chunk].append((seconds, held_nbytes))
+    kept = defaultdict[str | int, float](float)
+    rooms = {unit.chunk: None for unit in costing.units[stage] if unit.numel}
+    for chunk, memory in zip(rooms, costing.in_flight_of(stage), strict=True):
+        for carrier in each:
+            kept[carrier] += 2 * _most_of(gathers[carrier, chunk], memory.params)
+    return [(each[carrier], once[carrier], kept[carrier]) for carrier in each]
+
+
+def _most_of(gathers: Sequence[tuple[float, int]], room: float) -> float:
+    """Return the most seconds of gathers whose bytes fit into `room` together, parts included."""
+    total = 0.0
+    for seconds, nbytes in sorted(gathers, key=lambda it: it[0] / max(1, it[1]), reverse=True):
+        part = min(1.0, room / max(1, nbytes))
+        total += part * seconds
+        room -= part * nbytes
+    return total
 
 
 Progress = Callable[[str, int, int], None]

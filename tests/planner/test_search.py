@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from megatron_asynchzp.engine.schedule import EARLY_UPDATES, ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner import search as search_module
@@ -17,7 +18,17 @@ from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing
-from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.model import (
+    ADAPTED,
+    Adapters,
+    Attention,
+    Batch,
+    Experts,
+    Layer,
+    Mlp,
+    Model,
+    Parallel,
+)
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC
 from megatron_asynchzp.planner.search import Candidate, Outcome, search
@@ -231,6 +242,47 @@ def test_no_plan_is_estimated_at_or_below_its_lower_bound():
         if costing.has_room:
             bound_s, estimate_s = search_module._bounds_of(costing)
             assert 0 < bound_s < estimate_s
+
+
+def random_costing(chance: random.Random) -> Costing:
+    """A plan of a small model: unequal stages, experts, adapters, budgets, any depth."""
+    pick = chance.choice
+    nodes, per_node, pp = pick([1, 2, 4]), pick([1, 2, 4]), pick([1, 1, 2, 4])
+    cluster = replace(slow(1, pick([1.0, 50.0])), nodes=nodes * pp, ranks_per_node=per_node)
+    device = replace(cluster.device, tflops=pick([1.0, 50.0, 5000.0]))
+    cluster = replace(cluster, device=device, runs_ahead=pick([True, False]))
+    virtual, hidden, ranks = pick([1, 2]) if pp > 1 else 1, pick([256, 4096]), nodes * per_node
+    chunks = pp * virtual
+    layers = tuple(1 + chance.randrange(4) for _ in range(chunks))
+    mlp = pick([Mlp(4 * hidden, True), Experts(4, 2, hidden, True)])
+    is_dense = isinstance(mlp, Mlp)
+    model = Model(
+        hidden, 1000, (Layer(Attention(8, 8, hidden // 8), mlp),) * sum(layers),
+        is_tied=pick([True, False]),
+        adapters=pick([None, Adapters(8, frozenset(ADAPTED[:2]))]) if is_dense else None,
+    )  # fmt: skip
+    schedule = ScheduleConfig(
+        pick(["main-thread", "inline"]), chance.randrange(4), early_update=pick(EARLY_UPDATES),
+        keep_params_nbytes=pick([0, 0, 1 << 22]), keep_grads_nbytes=pick([0, 0, 1 << 24]),
+    )  # fmt: skip
+    parallel = Parallel(
+        pp=pp, virtual=virtual, ep=1 if is_dense or ranks % 2 else 2, stage_layers=layers
+    )
+    sizes = pick(list(shard_sizes(ranks, min(ranks, per_node))))
+    batch = Batch(1, pick([128, 2048]), chance.randint(1, 5) * chunks // virtual)
+    recompute = Recompute(pick(["none", "full"]))
+    return Costing(model, Plan(sizes, parallel, batch, schedule, recompute), cluster)
+
+
+def test_no_simulated_step_is_shorter_than_the_lower_bound_of_its_plan():
+    """Frozen units send no gradients, units stay gathered between passes, stages differ."""
+    shares = []
+    for seed in range(150):
+        costing = random_costing(random.Random(seed))
+        if costing.has_room:
+            shares.append(search_module._bounds_of(costing)[0] / costing.step().step_s)
+    assert max(shares) <= 1 + 1e-9
+    assert len(shares) > 100 and sorted(shares)[len(shares) // 2] > 0.5, "a bound that says little"
 
 
 def test_sizes_to_try_nest_and_are_all_there_are_in_small_worlds():
