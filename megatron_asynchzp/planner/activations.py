@@ -110,11 +110,9 @@ class RunShape:
 
 
 def norm_nbytes(width: float, tokens: float, setting: RunShape) -> float:
-    """Return a norm's bytes without its output, which the next projection keeps.
-
-    torch's RMSNorm computes in fp32 and keeps its input and, for its weight's gradient, the
-    normalized input; LayerNorm keeps its input and two numbers a token.
-    """
+    """Return a norm's bytes without its output, which the next projection keeps."""
+    # torch's RMSNorm computes in fp32 and keeps its input and, for its weight's gradient, the
+    # normalized input; LayerNorm keeps its input and two numbers a token.
     if setting.model.norm_numel == 1 and not setting.kernels.is_fused:
         copies = 2 if setting.model.itemsize != _FP32 else 1
         copies -= setting.model.adapters is not None
@@ -157,10 +155,8 @@ def _core_nbytes(
 
 
 def _scores_nbytes(heads: float, setting: RunShape) -> float:
-    """Return the bytes of the softmax, dropped and masked.
-
-    The product with the values keeps it again if its dtype differs.
-    """
+    """Return the bytes of the softmax, dropped and masked."""
+    # The product with the values keeps it again if its dtype differs.
     size, per_pair = setting.model.itemsize, float(setting.model.itemsize)
     if setting.kernels.is_softmax_fp32 and size != _FP32:
         per_pair += _FP32
@@ -186,12 +182,8 @@ def _attention_nbytes(part: Attention, setting: RunShape) -> float:
     inputs = setting.outside * setting.model.hidden + setting.tokens * width
     nbytes = inputs * setting.input_nbytes  # the projections'
     if setting.recompute.has("core_attn"):
-        inputs = (
-            mixed
-            if setting.kernels.is_fused or not setting.kernels.has_rope
-            else mixed + width + kv
-        )
-        nbytes += setting.tokens * inputs * size
+        rotates_alone = setting.kernels.has_rope and not setting.kernels.is_fused
+        nbytes += setting.tokens * (mixed + (width + kv) * rotates_alone) * size
     else:
         nbytes += _core_nbytes(heads, width, width, kept, setting)
     if part.has_qk_norm:
@@ -219,10 +211,8 @@ def _latent_nbytes(part: LatentAttention, setting: RunShape) -> float:
 
 
 def _mamba_nbytes(part: Mamba, setting: RunShape) -> float:
-    """Return the bytes of the projections' inputs and first output, and the convolution's output.
-
-    The fused scan computes the rest again.
-    """
+    """Return the bytes of projections' inputs and first output, and of the convolution's output."""
+    # The fused scan computes the rest again.
     tp, size = setting.parallel.tp, setting.model.itemsize
     inner = part.num_heads * part.head_dim / tp
     states = 2 * part.num_groups * part.state_dim / tp
@@ -238,11 +228,9 @@ def _mamba_nbytes(part: Mamba, setting: RunShape) -> float:
 def _activation_nbytes(
     rows: float, ffn: float, is_gated: bool, is_weighted: bool, setting: RunShape
 ):
-    """Return bytes between two projections of `rows` tokens. is_weighted: times a router's weight.
-
-    Gated, with LOCAL kernels: both halves, the activation of the first, a copy of the second, and
-    their product. Without a gate: the first projection's output and its activation.
-    """
+    """Return bytes between two projections of `rows` tokens; is_weighted: by a router."""
+    # Gated, with LOCAL kernels: both halves, the activation of the first, a copy of the second, and
+    # their product. Without a gate: the first projection's output and its activation.
     if setting.kernels.is_fused:
         kept = 2.0 + 1.0 if is_gated else 2.0
     else:
@@ -288,11 +276,9 @@ def _experts_nbytes(part: Experts, setting: RunShape) -> float:
 
 
 def _adapters_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Return the bytes that a layer of frozen projections keeps more, or less.
-
-    An adapter keeps its projection's input and the product of its first matrix; a projection
-    without an adapter keeps nothing.
-    """
+    """Return the bytes that a layer of frozen projections keeps more, or less."""
+    # An adapter keeps its projection's input and the product of its first matrix; a projection
+    # without an adapter keeps nothing.
     adapters, parallel = setting.model.adapters, setting.parallel
     if adapters is None or not isinstance(layer.mixer, Attention) or not isinstance(layer.mlp, Mlp):
         return 0.0
@@ -312,10 +298,7 @@ def _adapters_nbytes(layer: Layer, setting: RunShape) -> float:
 
 
 def layer_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Return the bytes that a layer keeps for backward unless it is recomputed as a whole.
-
-    The layer's input counts if a norm keeps it.
-    """
+    """Return what a layer keeps for backward unless recomputed whole; its input if a norm does."""
     nbytes = 0.0
     norms = sum(part is not None for part in (layer.mixer, layer.mlp))
     norm = norm_nbytes(setting.model.hidden, setting.outside, setting)
@@ -340,11 +323,10 @@ def layer_nbytes(layer: Layer, setting: RunShape) -> float:
 
 
 def gradient_nbytes(layer: Layer, setting: RunShape) -> float:
-    """Return the most bytes of activations' gradients that live at once in a layer's backward.
-
-    They are those between the projections of its MLP, with quantised copies, or of the pairs of its
-    core attention. With an adapter the second projection's input has two, until they are added.
-    """
+    """Return the most bytes of activations' gradients that live at once in a layer's backward."""
+    # They are those between the projections of its MLP, with quantised copies, or of the pairs of
+    # its core attention. With an adapter the second projection's input has two, until they are
+    # added.
     size, ffn, rows = setting.model.itemsize, 0.0, setting.tokens
     adapters = setting.model.adapters
     match layer.mlp:
@@ -359,10 +341,7 @@ def gradient_nbytes(layer: Layer, setting: RunShape) -> float:
 
 
 def loss_nbytes(setting: RunShape) -> float:
-    """Return the most bytes of logits, with Megatron's cross entropy over tensor-parallel ranks.
-
-    They are the logits and an fp32 copy, in which the gradient is made.
-    """
+    """Return the most bytes of logits: with an fp32 copy, in which their gradient is made."""
     per_logit = _FP32 + (setting.model.itemsize if setting.model.itemsize != _FP32 else 0)
     return setting.tokens * setting.model.vocabulary / setting.parallel.tp * per_logit
 

@@ -105,11 +105,9 @@ class Cluster:
 
     @property
     def slowest(self) -> float:
-        """Factor on the computation of the slowest rank.
-
-        The largest of n equal normal deviates grows as sqrt(2 ln n); `imbalance` is one standard
-        deviation.
-        """
+        """Factor on the computation of the slowest rank."""
+        # The largest of n equal normal deviates grows as sqrt(2 ln n); `imbalance` is one standard
+        # deviation.
         return 1 + self.imbalance * math.sqrt(2 * math.log(max(1, self.num_ranks)))
 
     @property
@@ -125,10 +123,7 @@ class Cluster:
         ]
 
     def with_ranks(self, num_ranks: int) -> "Cluster":
-        """Return the same nodes for `num_ranks`, or a part of a node.
-
-        Raises ConfigurationError if the ranks do not fill the last node.
-        """
+        """Return the same nodes, or part of a node, for `num_ranks`, which fill the last node."""
         if num_ranks <= self.ranks_per_node:
             return replace(self, nodes=1, ranks_per_node=num_ranks, nodes_per_domain=1)
         nodes, rest = divmod(num_ranks, self.ranks_per_node)
@@ -180,10 +175,8 @@ class Ring:
         return self.nodes > 1
 
     def sharing_inside(self, link: Link) -> float:
-        """Return how many ranks use one link within a node in a turn.
-
-        The last rank of a node's part of a ring sends to another node.
-        """
+        """Return how many ranks use one link within a node in a turn."""
+        # The last rank of a node's part of a ring sends to another node.
         return self.rings_per_node * (self.in_node - self.crosses_nodes) if link.shared else 1.0
 
     def sharing_between(self, link: Link) -> float:
@@ -191,10 +184,7 @@ class Ring:
         return self.rings_per_node / link.cards
 
     def node_nbytes(self, nbytes: float) -> float:
-        """Return the bytes that leave a node when all its rings gather or reduce-scatter `nbytes`.
-
-        Each ring leaves a node once and sends all pieces but one there.
-        """
+        """Return the bytes that leave a node: each ring leaves it once, with all pieces but one."""
         if not self.crosses_nodes:
             return 0.0
         return self.rings_per_node * nbytes * (self.size - 1) / self.size
@@ -220,10 +210,8 @@ class Ring:
         return Cost(max(paces), 1e-6 * (start_us + latency_us))
 
     def gather(self, nbytes: float, cluster: Cluster) -> Cost:
-        """Return the cost of an all-gather or reduce-scatter of a whole tensor of `nbytes`.
-
-        It is a turn of the ring, or a faster NCCL PAT if one rank of each node takes part.
-        """
+        """Return the cost of an all-gather or reduce-scatter of a whole tensor of `nbytes`."""
+        # It is a turn of the ring, or a faster NCCL PAT if one rank of each node takes part.
         ring = self.turn(nbytes, cluster)
         if not (cluster.outside.trees and self.in_node == 1 and self.crosses_nodes):
             return ring

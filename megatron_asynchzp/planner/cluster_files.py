@@ -30,11 +30,7 @@ _CURVE = "is not a list of [bytes, part] with ascending bytes above 0, parts in 
 
 
 def load_cluster(name_or_file: str) -> Cluster:
-    """Return a cluster by its name, in any case, or its file.
-
-    Raises:
-        ConfigurationError: The file describes no cluster.
-    """
+    """Return a cluster by its name, in any case, or its file; refuse a file that describes none."""
     path, names = Path(name_or_file), cluster_names()
     name = name_or_file if path.is_file() else name_or_file.lower()
     if name in names:

@@ -42,10 +42,7 @@ class ComputeTimes:
     cluster: Cluster
 
     def of_unit(self, unit: Unit) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's forward and backward on the slowest rank.
-
-        They include the collectives of model parallelism.
-        """
+        """Return the slowest rank's forward and backward seconds, with what it sends meanwhile."""
         cluster, recompute = self.cluster, self.recompute
         launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
         forward_s = (self._busy_s(unit, unit.flops) + launch_s) * cluster.slowest
@@ -60,10 +57,8 @@ class ComputeTimes:
         return forward_s + sent_s, backward_s + sent_s + again
 
     def backward_flops(self, unit: Unit) -> float:
-        """Return the FLOPs of a micro-batch's backward, without recomputation.
-
-        Frozen layers compute gradients of inputs alone; the scores of attention have no weights.
-        """
+        """Return the FLOPs of a micro-batch's backward, without recomputation."""
+        # Frozen layers compute gradients of inputs alone; the scores of attention have no weights.
         if unit.is_trained:
             return 2 * unit.flops
         return unit.flops + self._core_attention_flops(unit)
@@ -95,10 +90,8 @@ class ComputeTimes:
         return pairs * batch.size / 2
 
     def sent_of(self, unit: Unit) -> list[Sent]:
-        """Return the collectives of model parallelism in a forward of `unit`, and in its backward.
-
-        Only those of context parallelism overlap with computation.
-        """
+        """Return the collectives of model parallelism in a forward, and a backward, of `unit`."""
+        # Only those of context parallelism overlap with computation.
         model, cluster = self.model, self.cluster
         parallel, layer = self.parallel, unit.source
         hidden_nbytes = self.batch.tokens / parallel.cp * model.hidden * model.itemsize

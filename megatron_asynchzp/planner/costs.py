@@ -12,7 +12,6 @@ from megatron_asynchzp.planner.compute import ComputeTimes
 from megatron_asynchzp.planner.held import IN_FP8, RankBytes
 from megatron_asynchzp.planner.model import Unit
 from megatron_asynchzp.planner.order import StepOrder
-from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.program import (
     GATHER,
     GRAD_SYNC,
@@ -21,6 +20,7 @@ from megatron_asynchzp.planner.program import (
     OrderUnit,
     Phase,
     Visit,
+    stage_phases,
 )
 from megatron_asynchzp.planner.simulate import StageProgram, StageTimes, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import (
@@ -115,10 +115,8 @@ class Costing(RankBytes):
         kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
         units = self.units[stage]
         keys = [(unit.aligned_numel, unit.group, unit.kind, unit.is_trained) for unit in units]
-        known = {
-            key: {kind: self.work(kind, unit) for kind in kinds}
-            for key, unit in dict(zip(keys, units, strict=True)).items()
-        }
+        unit_of = dict(zip(keys, units, strict=True))
+        known = {key: {it: self.work(it, unit_of[key]) for it in kinds} for key in unit_of}
         return [known[key] for key in keys]
 
     def optimizer_s(self, stage: int) -> float:
@@ -160,10 +158,8 @@ class Costing(RankBytes):
     def _of_step[Value](
         self, of: Callable[[int], Value], extrapolated: Callable[[Value, Value, float], Value]
     ) -> Value:
-        """Return `of` the micro-batches of a step, extrapolated if there are many.
-
-        In the steady state each micro-batch is as the one before.
-        """
+        """Return `of` the micro-batches of a step, extrapolated if there are many."""
+        # In the steady state each micro-batch is as the one before.
         micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
         few, more = (count * stages for count in _FOLDED)
         if micro_batches <= more:
@@ -207,11 +203,9 @@ class Costing(RankBytes):
 
 
 def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit]:
-    """Return the calls of a forward through a model chunk.
-
-    The root is around everything, experts and adapters are within their layer, tied words within
-    the embedding and again within the output layer.
-    """
+    """Return the calls of a forward through a model chunk."""
+    # The root is around everything, experts and adapters are within their layer, tied words within
+    # the embedding and again within the output layer.
     visits: list[Visit] = []
     root = embedding = None
     for index, unit in enumerate(units):
@@ -245,13 +239,9 @@ def _extrapolated_step(before: Step, after: Step, times: float) -> Step:
 
 
 def _extrapolated(before: StageTimes, after: StageTimes, times: float) -> StageTimes:
-    links = {
-        link: _extrapolate(before.links_s[link], after.links_s[link], times)
-        for link in after.links_s
-    }
-    return StageTimes(
-        _extrapolate(before.compute_s, after.compute_s, times),
-        _extrapolate(before.exposed_s, after.exposed_s, times),
-        _extrapolate(before.bubble_s, after.bubble_s, times),
-        links,
-    )
+    was, now = before.links_s, after.links_s
+    names = ("compute_s", "exposed_s", "bubble_s")
+    seconds = ((getattr(before, name), getattr(after, name)) for name in names)
+    links = {link: _extrapolate(was[link], now[link], times) for link in now}
+    compute_s, exposed_s, bubble_s = (_extrapolate(*pair, times) for pair in seconds)
+    return StageTimes(compute_s, exposed_s, bubble_s, links)

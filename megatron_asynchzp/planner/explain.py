@@ -49,30 +49,22 @@ def limit(best: Candidate) -> str:
 
 def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
     """Compare each other system in one line: how much longer its step is, and why."""
-    return [
-        _against(contender.name, candidate, best)
-        for contender, candidate in outcome.contenders.items()
-    ]
+    return [_against(system.name, plan, best) for system, plan in outcome.contenders.items()]
 
 
 def stay(outcome: Outcome, best: Candidate) -> str:
-    gains = {
-        contender.name: candidate.step_s / best.step_s - 1
-        for contender, candidate in outcome.contenders.items()
-        if candidate is not None
-    }
-    lines = []
-    for least, most, advice in (
-        (-inf, PLAIN, "stay where you are with {}: nothing is gained over it"),
-        (
-            PLAIN,
-            MEAN_ERROR,
-            f"over {{}} the gain is within the planner's error of {MEAN_ERROR:.1%}",
-        ),
-    ):
-        named = [f"{name} ({gain:+.2%})" for name, gain in gains.items() if least < gain <= most]
-        lines += [advice.format(", ".join(named))] if named else []
-    return "; ".join(lines)
+    plans = outcome.contenders.items()
+    gains = {it.name: plan.step_s / best.step_s - 1 for it, plan in plans if plan is not None}
+
+    def named(least: float, most: float) -> str:
+        return ", ".join(
+            f"{it} ({gain:+.2%})" for it, gain in gains.items() if least < gain <= most
+        )
+
+    small, unsure = named(-inf, PLAIN), named(PLAIN, MEAN_ERROR)
+    lines = [f"stay where you are with {small}: nothing is gained over it"] if small else []
+    within = f"the gain is within the planner's error of {MEAN_ERROR:.1%}"
+    return "; ".join([*lines, f"over {unsure} {within}"] if unsure else lines)
 
 
 def worth(gain: float) -> str:
@@ -120,11 +112,7 @@ def _against(name: str, candidate: Candidate | None, best: Candidate) -> str:
 
 
 def hierarchy(outcome: Outcome, best: Candidate) -> str:
-    flat = [
-        candidate
-        for name, candidate in outcome.baselines.items()
-        if candidate is not None and name != "HSDP"
-    ]
+    flat = [it for name, it in outcome.baselines.items() if it is not None and name != "HSDP"]
     if best.scheme in FLAT:
         gain = best.step_s / outcome.ranked[0].step_s - 1
         behind = f"the fastest other sizes gain {gain:.2%}" if gain > 0 else "none is faster"

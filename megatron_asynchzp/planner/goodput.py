@@ -51,11 +51,9 @@ class SaveTimes:
 
     @property
     def best_interval_s(self) -> float:
-        """Return the interval of the best `goodput`.
-
-        Its derivative is 0 at t = M (1 - exp(-(t + held) / M)), to first order Young's
-        sqrt(2 M held); the previous save must be complete.
-        """
+        """Return the interval of the best `goodput`."""
+        # Its derivative is 0 at t = M (1 - exp(-(t + held) / M)), to first order Young's sqrt(2 M
+        # held); the previous save must be complete.
         low, high = 0.0, self.mtbf_s
         for _ in range(60):
             middle = (low + high) / 2

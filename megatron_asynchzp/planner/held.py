@@ -98,10 +98,8 @@ class RankBytes:
         model, plan = self.model, self.plan
 
         def make() -> tuple[tuple[Unit, ...], ...]:
-            return tuple(
-                shapes.stage_units(model, plan.parallel, plan.batch, stage)
-                for stage in range(plan.parallel.pp)
-            )
+            stages = range(plan.parallel.pp)
+            return tuple(shapes.stage_units(model, plan.parallel, plan.batch, at) for at in stages)
 
         return self.once(("units", plan.parallel, plan.batch), make)
 
@@ -153,11 +151,7 @@ class RankBytes:
         return max(map(self.stage_memory, range(self.plan.parallel.pp)), key=lambda of: of.total)
 
     def stage_memory(self, stage: int) -> Memory:
-        """Return the memory of a rank of pipeline stage `stage`, with the engine's padding.
-
-        Raises:
-            ConfigurationError: The budget for memory in flight is too small for a layer.
-        """
+        """Return the memory of a rank of `stage`, padded, or refuse too small a budget."""
         plan, schedule = self.plan, self.plan.schedule
         key = (plan.parallel, plan.sizes, plan.expert_sizes, stage)
         at_rest, whole, away = self.once(
@@ -189,10 +183,7 @@ class RankBytes:
         return MIB * self.cluster.device.communicator_mib * number
 
     def _quantised_numel(self, unit: Unit) -> int:
-        """Return the most elements of weights that layers keep quantised.
-
-        All layers and a router count as quantised.
-        """
+        """Return the most elements of weights that layers keep quantised, if all layers are."""
         kept = self.setting.kernels.keeps_quantised
         if kept == "none" or unit.kind not in IN_FP8:
             return 0

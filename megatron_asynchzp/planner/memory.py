@@ -108,16 +108,11 @@ class Activations:
 
 
 def micro_batches_in_flight(setting: RunShape, stage: int) -> float:
-    """Return how many micro-batches' activations a rank of `stage` holds at most.
-
-    They count whole stages: with virtual stages a micro-batch is a fraction for each model chunk
-    (Megatron's 1F1B schedules).
-    """
-    pp, virtual, number = (
-        setting.parallel.pp,
-        setting.parallel.virtual,
-        setting.batch.num_micro_batches,
-    )
+    """Return how many micro-batches' activations a rank of `stage` holds at most."""
+    # They count whole stages: with virtual stages a micro-batch is a fraction for each model chunk
+    # (Megatron's 1F1B schedules).
+    pp, virtual = setting.parallel.pp, setting.parallel.virtual
+    number = setting.batch.num_micro_batches
     if virtual == 1:
         return min(pp - stage, number)
     warm_up = 2 * (pp - stage - 1) + (virtual - 1) * pp
@@ -125,10 +120,8 @@ def micro_batches_in_flight(setting: RunShape, stage: int) -> float:
 
 
 def _kept_of_layers(layers: Sequence[Layer], setting: RunShape) -> float:
-    recompute, per_layer = (
-        setting.recompute,
-        [activations.layer_nbytes(layer, setting) for layer in layers],
-    )
+    recompute = setting.recompute
+    per_layer = [activations.layer_nbytes(layer, setting) for layer in layers]
     if recompute.granularity != "full":
         return sum(per_layer)
     if recompute.method == "uniform":
@@ -138,10 +131,8 @@ def _kept_of_layers(layers: Sequence[Layer], setting: RunShape) -> float:
 
 
 def _working(layers: Sequence[Layer], setting: RunShape) -> float:
-    """Return the bytes of layers recomputed together, and of a layer's activation gradients.
-
-    Recomputing a block of first layers begins when backward has freed all the others.
-    """
+    """Return the bytes of layers recomputed together, and of a layer's activation gradients."""
+    # Recomputing a block of first layers begins when backward has freed all the others.
     gradients = max((activations.gradient_nbytes(layer, setting) for layer in layers), default=0.0)
     whole = replace(setting, recompute=activations.Recompute())
     full = [activations.layer_nbytes(layer, whole) for layer in layers]

@@ -271,23 +271,34 @@ def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
     return shapes
 
 
+def _mixer(part: Attention | LatentAttention | Mamba | None, model: Model, tp: int) -> list[Shape]:
+    match part:
+        case Attention():
+            return _attention(part, model, tp)
+        case LatentAttention():
+            return _latent(part, model, tp)
+        case Mamba():
+            return _mamba(part, model, tp)
+        case None:
+            return []
+
+
+def _behind(part: Mlp | Experts | None, model: Model, tp: int) -> list[Shape]:
+    """Return the shapes behind the mixer, without those of experts."""
+    match part:
+        case Mlp():
+            return _mlp(part.ffn / tp, part.is_gated, model)
+        case Experts():
+            return _beside_experts(part, model, tp)
+        case None:
+            return []
+
+
 def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
     tp, shapes = parallel.tp, []
     for part in (layer.mixer, layer.mlp):
         shapes += _norm(model.hidden, model) if part is not None else []
-    match layer.mixer:
-        case Attention():
-            shapes += _attention(layer.mixer, model, tp)
-        case LatentAttention():
-            shapes += _latent(layer.mixer, model, tp)
-        case Mamba():
-            shapes += _mamba(layer.mixer, model, tp)
-    match layer.mlp:
-        case Mlp():
-            shapes += _mlp(layer.mlp.ffn / tp, layer.mlp.is_gated, model)
-        case Experts():
-            shapes += _beside_experts(layer.mlp, model, tp)
-    return shapes
+    return shapes + _mixer(layer.mixer, model, tp) + _behind(layer.mlp, model, tp)
 
 
 def _expert(part: Experts, model: Model, parallel: Parallel) -> list[Shape]:
@@ -301,21 +312,16 @@ def mixer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) ->
     """Return forward FLOPs of attention or Mamba; causal attention counts half of its scores."""
     tokens, tp, part = batch.tokens / parallel.cp, parallel.tp, layer.mixer
     pairs = tokens * batch.seq_length / 2
+    flops = 2 * tokens * _numel(_mixer(part, model, tp))
     match part:
         case Attention():
-            weights = _numel(_attention(part, model, tp))
-            return 2 * tokens * weights + 4 * pairs * part.num_heads * part.head_dim / tp
+            flops += 4 * pairs * part.num_heads * part.head_dim / tp
         case LatentAttention():
-            weights = _numel(_latent(part, model, tp))
             per_pair = part.num_heads * (part.qk_dim + part.rope_dim + part.v_dim) / tp
-            return 2 * tokens * weights + 2 * pairs * per_pair
+            flops += 2 * pairs * per_pair
         case Mamba():
-            inner = part.num_heads * part.head_dim / tp
-            return (
-                2 * tokens * _numel(_mamba(part, model, tp)) + 6 * tokens * inner * part.state_dim
-            )
-        case None:
-            return 0.0
+            flops += 6 * tokens * (part.num_heads * part.head_dim / tp) * part.state_dim
+    return flops
 
 
 def expert_flops(part: Experts, model: Model, parallel: Parallel, batch: Batch) -> float:
@@ -326,14 +332,8 @@ def expert_flops(part: Experts, model: Model, parallel: Parallel, batch: Batch) 
 
 
 def layer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) -> float:
-    tokens, flops = batch.tokens / parallel.cp, mixer_flops(layer, model, parallel, batch)
-    match layer.mlp:
-        case Mlp():
-            weights = _mlp(layer.mlp.ffn / parallel.tp, layer.mlp.is_gated, model)
-            flops += 2 * tokens * _numel(weights)
-        case Experts():
-            flops += 2 * tokens * _numel(_beside_experts(layer.mlp, model, parallel.tp))
-    return flops
+    weights = _numel(_behind(layer.mlp, model, parallel.tp))
+    return mixer_flops(layer, model, parallel, batch) + 2 * batch.tokens / parallel.cp * weights
 
 
 def output_flops(model: Model, parallel: Parallel, batch: Batch) -> float:
@@ -386,10 +386,7 @@ def without_experts(unit: Unit, model: Model, parallel: Parallel) -> int:
 
 
 def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
-    """Return the shapes of the projection of hidden states and the next tokens' embeddings.
-
-    Its parameters belong to the root, which is around the layer.
-    """
+    """Return the projection of hidden states and next embeddings, which the root has."""
     return _linear(2 * model.hidden, model.hidden / parallel.tp, False)
 
 
@@ -404,10 +401,7 @@ def projections(part: Attention, mlp: Mlp, model: Model) -> dict[str, tuple[floa
 
 
 def _with_adapters(unit: Unit, model: Model, parallel: Parallel, batch: Batch) -> list[Unit]:
-    """Yield the unit, frozen, and a layer's adapters.
-
-    Tensor-parallel ranks split both of an adapter's matrices, as Megatron's parallel layers do.
-    """
+    """Yield the unit, frozen, and adapters, both of whose matrices tensor-parallel ranks split."""
     frozen, layer = replace(unit, is_trained=False), unit.source
     if model.adapters is None or layer is None:
         return [frozen]

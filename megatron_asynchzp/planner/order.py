@@ -12,7 +12,7 @@ from itertools import chain
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.decisions import GradsInFlight, ParamsInFlight
 from megatron_asynchzp.engine.sharding.early_units import BackwardRoom
-from megatron_asynchzp.engine.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
+from megatron_asynchzp.engine.sharding.in_flight import aligned, memory_in_flight
 from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.engine.sharding.residency import Residency
 from megatron_asynchzp.planner.program import (
@@ -43,12 +43,8 @@ class StepOrder:
         grad-sync                                            | u1 | u0 |
         param-sync                                                | u1 |  [Note: early update]
 
-    Args:
-        units: Of all chunks.
-        visits: Of each chunk, in the order of the forward.
-        phases: Of the step.
-        schedule: The engine's.
-        overlaps_params: Whether a step begins before all parameter shards are rebuilt.
+    units are those of all chunks, visits of each chunk in the order of the forward.
+    overlaps_params: whether a step begins before all parameter shards are rebuilt.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class StepOrder:
         self.units, self.schedule = units, schedule
         self.actions: list[Action] = []
         self._phase = -1
-        self._last_compute: int | None = None
+        self.last_compute: int | None = None
         self._last_reduction: dict[int, int] = {}
         self.grad_syncs: dict[int, int] = {}  # index of the action, by unit
         self.kept_params = self.kept_grads = None
@@ -110,9 +106,9 @@ class StepOrder:
         return len(self.actions) - 1
 
     def compute(self, unit: int, after: Iterable[int | None]) -> int:
-        self._last_compute = self.submit(COMPUTE, unit, (*after, *self.waited))
+        self.last_compute = self.submit(COMPUTE, unit, (*after, *self.waited))
         self.waited = ()
-        return self._last_compute
+        return self.last_compute
 
     def reduce(self, chunk: "_Chunk", unit: int, computed: int | None, is_last: bool) -> None:
         if self.units[unit].is_reduced:
@@ -129,16 +125,12 @@ class StepOrder:
                 chunk.params.send_early(unit)
 
     def start_grad_sync(self, unit: int) -> None:
-        after = (self._last_compute, self._last_reduction.get(unit))
+        after = (self.last_compute, self._last_reduction.get(unit))
         self.grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
-
-    @property
-    def last_compute(self) -> int | None:
-        return self._last_compute
 
     def mark(self) -> _Mark:
         """Return the actions for which an event on the main thread's stream would wait now."""
-        last = () if self._last_compute is None else (self._last_compute,)
+        last = () if self.last_compute is None else (self.last_compute,)
         return (*last, *self.waited)
 
     def await_action(self, action: int) -> None:
@@ -234,17 +226,14 @@ class _Chunk:
     ):
         self._order, self._visits, self._all = order, visits, order.units
         self.units = list(dict.fromkeys(in_use_order(visits, is_forward=True)))
-        memory = self._memory_in_flight()
+        needs = [self._all[unit].memory for unit in sorted(self.units)]
+        schedule = order.schedule
+        memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
         shared = MemoryMap[_Mark]() if order.shared_params is None else order.shared_params
         before = shared.nbytes
         self.params = _Params(order, self.units, shared, together)
         shared.grow(memory.params - (shared.nbytes - before))  # seats have grown it already
         self.grads = _Grads(order, MemoryMap[object](memory.grads))
-
-    def _memory_in_flight(self) -> MemoryInFlight:
-        schedule = self._order.schedule
-        needs = [self._all[unit].memory for unit in sorted(self.units)]
-        return memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
 
     def expect(self, phase: Phase) -> None:
         """Record the uses of a phase, as the previous step made them."""

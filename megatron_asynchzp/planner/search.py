@@ -118,38 +118,23 @@ class Outcome:
 
     @property
     def best(self) -> Candidate | None:
-        """The plan among those as good as the fastest that sends little off a node.
-
-        Another system's plan wins if its links are no busier than the fastest plan's; otherwise the
-        fastest of them wins.
-        """
+        """The plan among those as good as the fastest that sends little off a node."""
+        # Another system's plan wins if its links are no busier than the fastest plan's; otherwise
+        # the fastest of them wins.
         if not self.ranked:
             return None
         fastest = self.ranked[0]
         busiest = max(RESERVE, fastest.busiest_link)
-        as_good = [
-            candidate
-            for candidate in self.ranked
-            if candidate.step_s <= (1 + PLAIN) * fastest.step_s
-        ]
-        least = min(candidate.costing.node_nbytes for candidate in as_good)
-        light = [
-            candidate for candidate in as_good if candidate.costing.node_nbytes <= LIGHT * least
-        ]
-        plain = (
-            candidate
-            for candidate in light
-            if candidate.scheme in FLAT and candidate.busiest_link <= busiest
-        )
+        as_good = [it for it in self.ranked if it.step_s <= (1 + PLAIN) * fastest.step_s]
+        least = min(it.costing.node_nbytes for it in as_good)
+        light = [it for it in as_good if it.costing.node_nbytes <= LIGHT * least]
+        plain = (it for it in light if it.scheme in FLAT and it.busiest_link <= busiest)
         return next(plain, light[0])
 
 
 def _bounds_of(costing: Costing) -> tuple[float, float]:
-    """Return a lower bound of a step and an estimate, in seconds, for any order of operations.
-
-    A step is no shorter than what a rank computes, and than what each link and each lane carries.
-    The results are shared between plans.
-    """
+    """Return a lower bound of a step and an estimate, in seconds; plans share the parts of both."""
+    # A step is no shorter than what a rank computes, and than what each link and each lane carries.
     plan = costing.plan
     parallel, schedule, count = plan.parallel, plan.schedule, plan.batch.num_micro_batches
     compute, fill = costing.once(
@@ -170,11 +155,8 @@ def _bounds_of(costing: Costing) -> tuple[float, float]:
 
 
 def _computing_s(costing: Costing) -> tuple[list[float], list[float]]:
-    """Return what a micro-batch computes on each stage, and on those before it in its first chunk.
-
-    A stage waits for their forward before it begins, and they have the last backward to do after
-    it ends.
-    """
+    """Return a micro-batch's time on each stage, and in the first chunks of those before it."""
+    # A stage begins after their forward, and they have the last backward to do after it ends.
     of_unit = costing.compute.of_unit
     stages = [[(unit.chunk, sum(of_unit(unit))) for unit in units] for units in costing.units]
     first = [sum(seconds for chunk, seconds in units if chunk == 0) for units in stages]
@@ -233,11 +215,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
-    """Bound the step of every plan, and simulate the most promising ones.
-
-    Raises:
-        ConfigurationError: the budget for memory in flight is too small for every plan.
-    """
+    """Bound every plan's step, and simulate promising ones; refuse a budget too small for all."""
     rated: list[tuple[float, float, Costing]] = []
     too_large: list[tuple[float, Costing]] = []
     smallest: Costing | None = None
@@ -280,12 +258,10 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
                 num_fitting += 1
                 simulated.append(Candidate(costing, costing.step()))
         ranked = _ranked(simulated)
+    names = ("ZeRO-3", "HSDP", "distributed optimizer")
     return Outcome(
         tuple(ranked),
-        {
-            name: next((rating for rating in ranked if rating.scheme == name), None)
-            for name in ("ZeRO-3", "HSDP", "distributed optimizer")
-        },
+        {name: next((it for it in ranked if it.scheme == name), None) for name in names},
         len(every),
         num_fitting,
         len(simulated),
@@ -315,12 +291,9 @@ def _contenders(ranked: Sequence[Candidate]) -> dict[Contender, Candidate | None
     plans: dict[Contender, Candidate | None] = {}
     for contender in CONTENDERS:
         like = next((candidate for candidate in ranked if candidate.is_of(contender)), None)
-        if (
-            contender.needs_nodes
-            and ranked
-            and ranked[0].ranks_in_node == ranked[0].costing.dense_ranks
-        ):
-            continue  # on one node it is FSDP2
+        is_one_node = ranked and ranked[0].ranks_in_node == ranked[0].costing.dense_ranks
+        if contender.needs_nodes and is_one_node:
+            continue  # there it is FSDP2
         if like is not None:
             costing = replace(like.costing, plan=contender.plan(like.plan), known={})
             like = Candidate(costing, costing.step())
@@ -334,9 +307,7 @@ def _ranked(simulated: Iterable[Candidate]) -> list[Candidate]:
     while rest:
         limit = (1 + _EQUAL) * rest[0].step_s
         equal = [candidate for candidate in rest if candidate.step_s <= limit]
-        equal.sort(
-            key=lambda candidate: (candidate.costing.node_nbytes, candidate.costing.memory.total)
-        )
+        equal.sort(key=lambda it: (it.costing.node_nbytes, it.costing.memory.total))
         ranked += equal
         rest = rest[len(equal) :]
     best_depth: dict[object, Candidate] = {}

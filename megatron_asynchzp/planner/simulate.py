@@ -8,8 +8,15 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megatron_asynchzp.planner.order import StepOrder
-from megatron_asynchzp.planner.pipeline import before
-from megatron_asynchzp.planner.program import COMPUTE, GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE, Phase
+from megatron_asynchzp.planner.program import (
+    COMPUTE,
+    GATHER,
+    GRAD_SYNC,
+    PARAM_SYNC,
+    REDUCE,
+    Phase,
+    before,
+)
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE, Transfer
 
 LANE_NAMES = {GATHER: "gather", REDUCE: "reduce", GRAD_SYNC: "grad-sync", PARAM_SYNC: "param-sync"}

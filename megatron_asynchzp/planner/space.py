@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
@@ -51,10 +52,7 @@ class Space:
 
 
 def shard_divisors(ranks: int, in_node: int) -> list[int]:
-    """Return sizes to try: divisors of `ranks` within a node or of whole nodes.
-
-    If there are many, some are omitted evenly, but 1, a node and all ranks stay.
-    """
+    """Return sizes to try, within a node or of whole nodes: 1, a node, all, and some between."""
     divisors = all_divisors(ranks, in_node)
     kept = {1, ranks} | ({in_node} if in_node in divisors else set())
     rest = [size for size in divisors if size not in kept]
@@ -66,11 +64,8 @@ def shard_divisors(ranks: int, in_node: int) -> list[int]:
 
 def all_divisors(ranks: int, in_node: int) -> list[int]:
     """Return all divisors of `ranks` that lie within a node or consist of whole nodes."""
-    return [
-        size
-        for size in range(1, ranks + 1)
-        if ranks % size == 0 and (in_node % size == 0 or size % in_node == 0)
-    ]
+    divisors = (size for size in range(1, ranks + 1) if ranks % size == 0)
+    return [size for size in divisors if in_node % size == 0 or size % in_node == 0]
 
 
 def shard_sizes(
@@ -80,15 +75,13 @@ def shard_sizes(
     divisors = shard_divisors(ranks, in_node)
     to_try = dict.fromkeys(("param", "grad", "optim"), divisors)
     to_try |= {state: [size] for state, size in (kept or {}).items()}
-    for optim in to_try["optim"]:
-        for param in to_try["param"]:
-            for grad in to_try["grad"]:
-                sizes = ShardSizes(param, grad, optim)
-                try:
-                    sizes.check(ranks)
-                except ConfigurationError:
-                    continue
-                yield sizes.with_short_axes(in_node)
+    for optim, param, grad in product(to_try["optim"], to_try["param"], to_try["grad"]):
+        sizes = ShardSizes(param, grad, optim)
+        try:
+            sizes.check(ranks)
+        except ConfigurationError:
+            continue
+        yield sizes.with_short_axes(in_node)
 
 
 def parallels(space: Space) -> Iterator[Parallel]:
@@ -98,26 +91,25 @@ def parallels(space: Space) -> Iterator[Parallel]:
     experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
 
     def choices(name: str) -> list[int]:
+        if name == "ep" and not experts:
+            return [1]
         return powers if name in space.vary else [getattr(start, name)]
 
-    for tp in choices("tp"):
-        for pp in choices("pp"):
-            for cp in choices("cp"):
-                for ep in choices("ep") if experts else [1]:
-                    sizes = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
-                    if sizes != start:
-                        if tp > cluster.ranks_per_domain:
-                            continue
-                        is_sequential = start.sequence_parallel or start.tp == 1
-                        sizes = replace(
-                            sizes,
-                            sequence_parallel=is_sequential and tp > 1,
-                            virtual=start.virtual if pp == start.pp else 1,
-                            stage_layers=start.stage_layers if pp == start.pp else None,
-                        )
-                        if any(undivided(model, sizes, space.start.batch.seq_length)):
-                            continue
-                    yield sizes
+    for tp, pp, cp, ep in product(*map(choices, VARIED)):
+        sizes = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
+        if sizes != start:
+            if tp > cluster.ranks_per_domain:
+                continue
+            is_sequential = start.sequence_parallel or start.tp == 1
+            sizes = replace(
+                sizes,
+                sequence_parallel=is_sequential and tp > 1,
+                virtual=start.virtual if pp == start.pp else 1,
+                stage_layers=start.stage_layers if pp == start.pp else None,
+            )
+            if any(undivided(model, sizes, space.start.batch.seq_length)):
+                continue
+        yield sizes
 
 
 def undivided(
@@ -175,19 +167,18 @@ def plans(space: Space) -> Iterator[Plan]:
         if space.cluster.num_ranks % (parallel.experts_tp * parallel.ep * parallel.pp):
             continue
         in_node = min(ranks, max(1, space.cluster.ranks_per_domain // tp))
-        for batch in batches(space, parallel):
-            for sizes in shard_sizes(ranks, in_node, space.kept_sizes):
-                for recompute in dict.fromkeys(space.recomputes):
-                    for depth in space.depths if sizes.param > 1 else space.depths[:1]:
-                        schedule = _schedule(space.start, parallel, depth)
-                        yield replace(
-                            space.start,
-                            sizes=sizes,
-                            parallel=parallel,
-                            batch=batch,
-                            schedule=schedule,
-                            recompute=recompute,
-                        )
+        every = shard_sizes(ranks, in_node, space.kept_sizes), dict.fromkeys(space.recomputes)
+        for batch, sizes, recompute in product(batches(space, parallel), *every):
+            for depth in space.depths if sizes.param > 1 else space.depths[:1]:
+                schedule = _schedule(space.start, parallel, depth)
+                yield replace(
+                    space.start,
+                    sizes=sizes,
+                    schedule=schedule,
+                    recompute=recompute,
+                    parallel=parallel,
+                    batch=batch,
+                )
 
 
 def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:

@@ -13,12 +13,8 @@ from megatron_asynchzp.engine.sharding.topology import ShardSizes
 from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.program import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-)
+ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"
+ALL_REDUCE, ALL_TO_ALL = "all-reduce", "all-to-all"
 INSIDE, BETWEEN = "inside", "between"
 _FP32 = 4
 
@@ -38,11 +34,9 @@ class Collective(NamedTuple):
 
     @property
     def wire_nbytes(self) -> int:
-        """Payload that the rank sends.
-
-        An all-reduce of a number of elements that the ranks do not divide is counted with equal
-        pieces, as NCCL's; shards always divide here except for tiny units.
-        """
+        """Payload that the rank sends."""
+        # An all-reduce of a number of elements that the ranks do not divide is counted with equal
+        # pieces, as NCCL's; shards always divide here except for tiny units.
         pieces = (self.size - 1) * self.numel * self.itemsize
         return self.turns * pieces // self.size
 
@@ -87,10 +81,8 @@ class Group:
     grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES  # see ScheduleConfig
 
     def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
-        """Return axes from a shard of `inner` ranks to one of `outer`, innermost first.
-
-        It is the mesh of ShardTopology, without its members.
-        """
+        """Return axes from a shard of `inner` ranks to one of `outer`, innermost first."""
+        # It is the mesh of ShardTopology, without its members.
         ends = self.sizes.boundaries(self.ranks)
         pairs = [pair for pair in zip(ends, ends[1:]) if inner <= pair[0] and pair[1] <= outer]
         return tuple(Axis(high // low, low) for low, high in pairs)
@@ -138,34 +130,34 @@ def grad_piece_numels(padded_numel: int, shards: int, slot_nbytes: int) -> list[
     return [shards * min(length, shard - start) for start in range(0, shard, length)]
 
 
-def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
-    """Return the all-gathers, that of the outermost axis first, whose result is the smallest."""
+def _along(operation: str, numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
+    """Return a collective for each axis, of the part that the axes before it leave."""
     collectives: list[Collective] = []
     for axis in axes:
-        collectives.append(Collective(ALL_GATHER, numel, itemsize, axis.size, axis.stride))
+        collectives.append(Collective(operation, numel, itemsize, *axis))
         numel //= axis.size
-    return collectives[::-1]
+    return collectives
+
+
+def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
+    """Return the all-gathers, that of the outermost axis first, whose result is the smallest."""
+    return _along(ALL_GATHER, numel, itemsize, axes)[::-1]
 
 
 def _reductions(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
-    operation, itemsize = ALL_TO_ALL if wire.is_exchanged else REDUCE_SCATTER, wire.grad_itemsize
-    collectives: list[Collective] = []
-    for axis in axes:
-        collectives.append(Collective(operation, numel, itemsize, axis.size, axis.stride))
-        numel //= axis.size
-    return collectives
+    operation = ALL_TO_ALL if wire.is_exchanged else REDUCE_SCATTER
+    return _along(operation, numel, wire.grad_itemsize, axes)
 
 
 def _sums(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
     itemsize = wire.grad_itemsize
     if not wire.is_exchanged:
-        return [Collective(ALL_REDUCE, numel, itemsize, axis.size, axis.stride) for axis in axes]
-    collectives: list[Collective] = []
-    for axis in axes:
-        padded = round_up(numel, axis.size)
-        for operation in (ALL_TO_ALL, ALL_GATHER):
-            collectives.append(Collective(operation, padded, itemsize, axis.size, axis.stride))
-    return collectives
+        return [Collective(ALL_REDUCE, numel, itemsize, *axis) for axis in axes]
+    return [
+        Collective(operation, round_up(numel, axis.size), itemsize, *axis)
+        for axis in axes
+        for operation in (ALL_TO_ALL, ALL_GATHER)
+    ]
 
 
 # ---- on a cluster
@@ -191,12 +183,8 @@ def transfers(collectives: Iterable[Collective], group: Group, cluster: Cluster)
         link = BETWEEN if ring.crosses_nodes else INSIDE
         pieces = 1 if each.operation == ALL_REDUCE else group.wire.pieces
         nbytes = each.numel * each.itemsize / pieces
-        if each.operation == ALL_TO_ALL:
-            cost = ring.exchange(nbytes, cluster)
-        elif each.operation == ALL_REDUCE:
-            cost = ring.all_reduce(nbytes, cluster)
-        else:
-            cost = ring.gather(nbytes, cluster)
+        costs = {ALL_TO_ALL: ring.exchange, ALL_REDUCE: ring.all_reduce}
+        cost = costs.get(each.operation, ring.gather)(nbytes, cluster)
         uses.append(Transfer(link, pieces * cost.busy_s, pieces * cost.latency_s))
     return uses
 

@@ -16,9 +16,8 @@ from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.order import StepOrder
-from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.plan import Plan
-from megatron_asynchzp.planner.program import OrderUnit, Visit
+from megatron_asynchzp.planner.program import OrderUnit, Visit, stage_phases
 from megatron_asynchzp.planner.simulate import StageProgram, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import Transfer
 

@@ -24,7 +24,6 @@ from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from megatron_asynchzp.planner.cluster import Ring
 from megatron_asynchzp.planner.order import StepOrder
-from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.program import (
     COMPUTE,
     GATHER,
@@ -34,6 +33,7 @@ from megatron_asynchzp.planner.program import (
     OrderUnit,
     Phase,
     Visit,
+    stage_phases,
 )
 from megatron_asynchzp.planner.traffic import (
     ALL_GATHER,
