@@ -49,18 +49,13 @@ _IMPOSSIBLE = {
 
 
 def apply_cpu_defaults(args: argparse.Namespace) -> list[str]:
-    """Give parsed Megatron arguments the values a CPU needs, before Megatron validates them.
-
-    Returns one line per changed argument. Raises ValueError for a flag that the CPU cannot honour.
-    """
-    refused = [
-        f"--{name.replace('_', '-')}: {why}"
-        for name, why in _IMPOSSIBLE.items()
-        if getattr(args, name, None)
-    ]
+    """Set what a CPU needs before validation; return a line each. Raises ValueError."""
+    asked = [name for name in _IMPOSSIBLE if getattr(args, name, None)]
+    refused = [f"--{name.replace('_', '-')}: {_IMPOSSIBLE[name]}" for name in asked]
     if getattr(args, "cuda_graph_impl", "none") != "none":
         refused.append("--cuda-graph-impl: CUDA graphs need a GPU")
-    if getattr(args, "context_parallel_size", 1) > 1 and not _brings_attention(args):
+    brings_attention = getattr(args, "use_pasa_attention", False)
+    if getattr(args, "context_parallel_size", 1) > 1 and not brings_attention:
         refused.append("--context-parallel-size: Megatron's local attention does not support it")
     if refused:
         raise ValueError("not possible on the CPU platform:\n  " + "\n  ".join(refused))
@@ -81,7 +76,3 @@ def _values_for(args: argparse.Namespace) -> dict[str, Any]:
     ):
         values["spec"] = _LOCAL_HYBRID_SPEC
     return values
-
-
-def _brings_attention(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "use_pasa_attention", False))

@@ -37,29 +37,21 @@ def asks_for_cuda(device: Any) -> bool:
     return type(device) is int
 
 
-def factory_on_cpu(function: Callable) -> Callable:
+def on_cpu(function: Callable, place: int | None = None) -> Callable:
+    """Wrap a function whose `device`, a keyword or argument number `place`, may mean CUDA."""
+
     @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if asks_for_cuda(kwargs.get("device")):
                 kwargs["device"] = _CPU
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
+        if place is not None and len(args) > place and asks_for_cuda(args[place]):
+            args = (*args[:place], _CPU, *args[place + 1 :])
         return function(*args, **kwargs)
 
-    return on_cpu
-
-
-def move_on_cpu(move: Callable) -> Callable:
-    @functools.wraps(move)
-    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and asks_for_cuda(args[0]):
-            args = (_CPU, *args[1:])
-        elif kwargs and asks_for_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return move(self, *args, **kwargs)
-
-    return on_cpu
+    return called
 
 
 def stay(self: Any, *_: Any, **__: Any) -> Any:
@@ -94,14 +86,6 @@ def load_on_cpu(load: Callable) -> Callable:
     return on_cpu
 
 
-def context_on_cpu(enter: Callable) -> Callable:
-    @functools.wraps(enter)
-    def on_cpu(self: Any, device: Any) -> Any:
-        return enter(self, _CPU if asks_for_cuda(device) else device)
-
-    return on_cpu
-
-
 def compile_nothing(model: Callable | None = None, **_: Any) -> Callable:
     return model if model is not None else compile_nothing
 
@@ -113,11 +97,9 @@ class PreMultipliedSum(NamedTuple):
 
 
 def reduction_with_factor(collective: Callable) -> Callable:
-    """Wrap a reduction of torch.distributed to apply `PreMultipliedSum`.
-
-    An all-reduce scales its tensor in place. A reduce-scatter keeps its input, as NCCL's does, and
-    reduces a scaled copy.
-    """
+    """Wrap a reduction of torch.distributed to apply `PreMultipliedSum`."""
+    # An all-reduce scales its tensor in place. A reduce-scatter keeps its input, as NCCL's does,
+    # and reduces a scaled copy.
     is_in_place = collective.__name__ == "all_reduce"
     names = ("tensor",) if is_in_place else ("output", "input")
     names += ("op", "group", "async_op")

@@ -21,7 +21,15 @@ _CAPABILITY = (10, 0)
 _NOMINAL_NBYTES = 1 << 40  # "total memory": only ever a divisor
 
 
-class InertStream:
+class _Inert:
+    def query(self) -> bool:
+        return True
+
+    def _nothing(self, *_: Any, **__: Any):
+        return None
+
+
+class InertStream(_Inert):
     """A stream without a queue: each operation before it has finished."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
@@ -35,27 +43,18 @@ class InertStream:
     def priority_range() -> tuple[int, int]:
         return (0, 0)
 
-    def query(self) -> bool:
-        return True
-
     def record_event(self, event: "InertEvent | None" = None) -> "InertEvent":
         event = event or InertEvent()
         event.record(self)
         return event
 
-    def _nothing(self, *_: Any, **__: Any):
-        return None
-
-    synchronize = wait_event = wait_stream = _nothing
+    synchronize = wait_event = wait_stream = __exit__ = _Inert._nothing
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_: Any):
-        return None
 
-
-class InertEvent:
+class InertEvent(_Inert):
     """An event that is complete when it is made, with the host's times."""
 
     def __init__(self, *_: Any, **__: Any):
@@ -64,16 +63,10 @@ class InertEvent:
     def record(self, stream: Any = None):
         self._recorded_s = time.perf_counter()
 
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, end_event: "InertEvent") -> float:
         return 1e3 * (end_event._recorded_s - self._recorded_s)
 
-    def _nothing(self, *_: Any, **__: Any):
-        return None
-
-    wait = synchronize = _nothing
+    wait = synchronize = _Inert._nothing
 
 
 class _InertContext(contextlib.nullcontext):
@@ -173,11 +166,7 @@ def rng_attributes() -> dict[str, Any]:
 
 
 def nvtx_attributes() -> dict[str, Any]:
-    return {
-        "range_push": _answer(0),
-        "range_pop": _answer(0),
-        "range_start": _answer(0),
-        "range_end": _answer(None),
-        "mark": _answer(None),
-        "range": type("_InertRange", (_InertContext,), {}),
-    }
+    numbers = ("range_push", "range_pop", "range_start")
+    answers = dict.fromkeys(numbers, 0) | dict.fromkeys(("range_end", "mark"))
+    attributes = {name: _answer(value) for name, value in answers.items()}
+    return attributes | {"range": type("_InertRange", (_InertContext,), {})}

@@ -61,7 +61,7 @@ def install() -> list[str]:
         _replace_cuda(_installed)
         _replace_tensor_moves(_installed)
         _replace_collectives(_installed)
-        _replace_megatron(_installed, *parts)
+        _replace_megatron(_installed, parts)
         _replace_compiler(_installed)
     except BaseException:
         _installed.restore()
@@ -99,21 +99,22 @@ def _replace_cuda(names: Replacements):
 
 
 def _replace_tensor_moves(names: Replacements):
-    def wrap(owner: Any, name: str, wrapper: Callable):
+    def wrap(owner: Any, name: str, wrapper: Callable = devices.on_cpu):
         names.replace(owner, name, wrapper(getattr(owner, name)))
 
+    own_device = functools.partial(devices.on_cpu, place=1)  # behind self
     for name in devices.FACTORIES:
-        wrap(torch, name, devices.factory_on_cpu)
+        wrap(torch, name)
     for name in devices.NEW_METHODS:
-        wrap(torch.Tensor, name, devices.factory_on_cpu)
+        wrap(torch.Tensor, name)
     for owner in (torch.Tensor, torch.nn.Module):
-        wrap(owner, "to", devices.move_on_cpu)
+        wrap(owner, "to", own_device)
         names.replace(owner, "cuda", devices.stay)
     names.replace(torch.Tensor, "pin_memory", devices.stay)
     names.replace(torch.Tensor, "record_stream", devices.nothing)
     wrap(torch.Tensor, "type", devices.type_as_on_cuda)
     wrap(torch, "load", devices.load_on_cpu)
-    wrap(torch.utils._device.DeviceContext, "__init__", devices.context_on_cpu)
+    wrap(torch.utils._device.DeviceContext, "__init__", own_device)
 
 
 def _replace_collectives(names: Replacements):
@@ -127,32 +128,21 @@ def _replace_collectives(names: Replacements):
 
 
 def _replace_compiler(names: Replacements):
-    """Switch compilation off: dynamo asks the CUDA driver for streams, and knows no stand-ins.
-
-    The stance covers functions that were compiled before.
-    """
+    """Switch off dynamo, which asks the CUDA driver, also for functions compiled before."""
     names.replace(torch, "compile", devices.compile_nothing)
     torch.compiler.set_stance("force_eager")
 
 
-def _replace_megatron(
-    names: Replacements,
-    moe_utils: ModuleType,
-    parallel_state: ModuleType,
-    distrib_optimizer: ModuleType,
-    async_utils: ModuleType,
-    torch_norm: ModuleType,
-    mamba_mixer: ModuleType,
-    attention: ModuleType,
-    inference_layers: ModuleType,
-):
+def _replace_megatron(names: Replacements, parts: list[ModuleType]):
+    moe_utils, parallel_state, optimizer, async_utils, *others = parts
+    torch_norm, mamba_mixer, attention, inference_layers = others
     names.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
     # Its check whether a context of CUDA's random numbers drew from the CPU's: here they are one.
     random_log = logging.getLogger("megatron.core.tensor_parallel.random")
     names.replace(random_log, "filters", [*random_log.filters, _is_not_about_cpu_numbers])
     # NCCL's options would be handed to a gloo group.
     names.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
-    _replace_checkpoints(names, distrib_optimizer.DistributedOptimizer)
+    _replace_checkpoints(names, optimizer.DistributedOptimizer)
     writer = async_utils.PersistentAsyncCaller
     names.replace(writer, "async_loop", staticmethod(_write_on_cpu))
     names.replace(torch_norm.WrappedTorchNorm, "__new__", norms.torch_norm)
@@ -204,12 +194,10 @@ def replace_mamba(names: Replacements, mixer: ModuleType):
 
 
 def _replace_checkpoints(names: Replacements, optimizer: type):
-    """Let Megatron's distributed optimizer load what it saved with torch's Adam.
-
-    Without Transformer Engine and apex it has torch's Adam alone. It asserts that steps were
-    counted before the load, looks for the count among the checkpoint's tensors, and gives all
-    parameters one counter, which each of them then advances.
-    """
+    """Let Megatron's distributed optimizer load what it saved with torch's Adam."""
+    # Without Transformer Engine and apex it has torch's Adam alone. It asserts that steps were
+    # counted before the load, looks for the count among the checkpoint's tensors, and gives all
+    # parameters one counter, which each of them then advances.
     describe, load = optimizer.sharded_state_dict, optimizer.load_state_dict
     take = optimizer._set_main_param_and_optimizer_states
 
@@ -256,8 +244,5 @@ def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:
 
 
 def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replace maybe_move_tensor_to_cpu, which returns CPU tensors unchanged.
-
-    The token dispatcher needs an array: all_to_all_single takes numbers as split sizes.
-    """
+    """Replace maybe_move_tensor_to_cpu: the token dispatcher needs an array of split sizes."""
     return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
