@@ -18,7 +18,7 @@ from megatron_asynchzp.attention import vendors
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import choose_vendor
-from megatron_asynchzp.commands.communicators import Communicators
+from megatron_asynchzp.commands.group_kinds import Communicators
 from megatron_asynchzp.commands.memory_tables import GIB, verdict
 from megatron_asynchzp.commands.stages import DryRun
 from megatron_asynchzp.errors import ConfigurationError

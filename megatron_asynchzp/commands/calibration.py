@@ -94,14 +94,8 @@ def calibrate(
 ) -> Cluster:
     """Return `cluster` with measured links and computing. Collective over the whole world.
 
-    The world fills the cluster's nodes. The efficiency is above 1 if the device exceeds its stated
-    peak.
-
-    Args:
-        cluster: Nodes, ranks and stated figures.
-        sizes: Bytes of the whole tensor, smallest first.
-        repetitions: Of each measurement.
-        device: The device that computes; None for the accelerator, or the CPU with gloo.
+    The world fills the cluster's nodes. sizes: bytes of the whole tensor, smallest first. The
+    efficiency is above 1 if the device exceeds its stated peak.
     """
     rank, per_node = dist.get_rank(), cluster.ranks_per_node
     if device is None and dist.get_backend() == "gloo":

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 
 # P, G, O of each ZeRO stage.
 _STAGES = {
@@ -17,6 +17,7 @@ _STAGES = {
     3: ("world", "world", "world"),
 }
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_PARTITIONS = ("zero_hpz_partition_size", "mics_shard_size")  # numbers of ranks
 _REFUSED = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params")
 _WEIGHTS = "weights are gathered in 16 bits, or as FP8 codes with --fp8-param-gather"
 _LOST = {
@@ -34,40 +35,51 @@ def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield f"{before}{key}", value
 
 
+def _is_given(value: Any) -> bool:
+    return value is not None and value != "auto"  # a trainer of DeepSpeed's fills that in
+
+
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """Name keys whose values DeepSpeed itself would refuse."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    if not _is_number(stage, int) or stage not in _STAGES:
+        yield "zero_optimization.stage: not one of 0, 1, 2 and 3"
+    for key in _PARTITIONS:
+        size = zero.get(key, 1)
+        if not _is_number(size, int) or (size < 1 and size != -1):
+            yield f"zero_optimization.{key}: not a number of ranks"
+    for key in (*_BATCH, "gradient_clipping"):
+        value, kinds = config.get(key), (int,) if key in _BATCH else (int, float)
+        least = int(key in _BATCH)
+        if _is_given(value) and not (_is_number(value, *kinds) and value >= least):
+            yield f"{key}: not a number of at least {least}: {value}"
+
+
 def translate(
     config: Mapping[str, Any], file: str, ranks: int | None = None
 ) -> tuple[list[str], list[str]]:
     """Return flags for a Megatron command line, and a line on each key without one.
 
-    Args:
-        config: The parsed JSON.
-        file: Its name, for messages.
-        ranks: Data-parallel ranks, None if unknown.
-
-    Raises:
-        ConfigurationError: Naming the file and the key.
+    ranks: data-parallel ranks, None if unknown. A fault is refused with the file and the key.
     """
+    raise_first(f"{file}: {fault}" for fault in _faults(config))
     left = dict(_leaves(config))  # what nothing below takes out is named
 
-    def number(key: str, kind: type = int, least: int = 1) -> Any:
-        value = left.get(key)
-        if value is None or value == "auto":  # a trainer of DeepSpeed's fills that in
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | kind) or not value >= least:
-            raise ConfigurationError(f"{file}: {key}: not a number of at least {least}: {value}")
-        return left.pop(key)
+    def number(key: str) -> Any:
+        return left.pop(key) if _is_given(left.get(key)) else None
 
     zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in _STAGES:
-        raise ConfigurationError(f"{file}: zero_optimization.stage: not one of 0, 1, 2 and 3")
+    stage = zero.get("stage", 0)
     left.pop("zero_optimization.stage", left.pop("zero_optimization", None))
     sizes = dict(zip(("param", "grad", "optim"), _STAGES[stage], strict=True))
     # ZeRO++ keeps parameters within a node, MiCS all three.
-    for key, states in (("zero_hpz_partition_size", ("param",)), ("mics_shard_size", (*sizes,))):
+    for key, states in zip(_PARTITIONS, (("param",), (*sizes,)), strict=True):
         size = zero.get(key, 1)
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ConfigurationError(f"{file}: zero_optimization.{key}: not a number of ranks")
         if stage == 3 or size in (1, -1):
             left.pop(f"zero_optimization.{key}", None)
             sizes |= dict.fromkeys(states if size > 1 else (), str(size))
@@ -96,7 +108,7 @@ def translate(
         batch = divisor if ranks else None
     flags += ["--micro-batch-size", str(micro)] if micro else []
     flags += ["--global-batch-size", str(batch)] if batch else []
-    clip = number("gradient_clipping", float, 0)
+    clip = number("gradient_clipping")
     if config.get("gradient_clipping") != "auto":  # Megatron's default is 1.0, DeepSpeed's none
         flags += ["--clip-grad", str(clip or 0.0)]
 
@@ -120,10 +132,10 @@ def translate(
 def migrate(file: str, ranks: int | None = None) -> int:
     try:
         config = json.loads(Path(file).read_text())
-    except OSError as error:
-        raise ConfigurationError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{file}: not a JSON file: {error}") from error
+    except (OSError, ValueError) as error:
+        fault = f"not a JSON file: {error}"
+        fault = error.strerror if isinstance(error, OSError) else fault
+        raise ConfigurationError(f"{file}: {fault}") from error
     known = {"zero_optimization", "gradient_clipping", *_BATCH}
     if not isinstance(config, dict) or not known & config.keys():
         raise ConfigurationError(f"{file}: not a configuration of DeepSpeed")

@@ -40,7 +40,6 @@ def parse_before_dashes(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Na
 
 
 def check_script(script: Path) -> None:
-    """Raise ConfigurationError for a training script that does not exist."""
     if not script.is_file():
         raise ConfigurationError(f"{script}: no such script")
 
@@ -71,10 +70,8 @@ def check_rank(argv: Sequence[str]) -> None:
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Raise MissingPackage for Muon without its arithmetic; print a line without TensorBoard.
-
-    Megatron trains without a writer of scalars, and blames the version of torch.
-    """
+    """Raise MissingPackage for Muon without its arithmetic; print a line without TensorBoard."""
+    # Megatron trains without a writer of scalars, and blames the version of torch.
     given = words_by_flag(arguments)
     for optimizer in {"muon", "dist_muon"}.intersection(given.get("--optimizer", ())):
         require("emerging_optimizers", f"--optimizer {optimizer}")

@@ -8,9 +8,9 @@ torchrun would find out after its own time limits, with a traceback on every nod
 import errno
 import socket
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import raise_first
 
 _PORT = 29400  # of a rendezvous that names none
 _ANSWERS_WITHIN_S = 5.0  # a call from this machine to itself
@@ -29,65 +29,60 @@ def torchrun_options(options: Sequence[str]) -> Namespace:
 
 
 def check_meeting(known: Namespace) -> None:
-    """Raise ConfigurationError unless the ranks can meet: host, port, address and devices.
+    """Refuse ranks that cannot meet by torchrun_options: host, port, address and devices."""
+    raise_first(_faults_of_devices(known.nproc_per_node))
+    raise_first(() if known.standalone else _faults_of_meeting(known))
 
-    Args:
-        known: The result of torchrun_options.
-    """
-    _count_devices(known.nproc_per_node)
-    if known.standalone:
-        return
+
+def _faults_of_meeting(known: Namespace) -> Iterator[str]:
     is_static = known.rdzv_backend == "static"
     endpoint, flag = known.rdzv_endpoint, "--rdzv-endpoint"
     if is_static and not endpoint:
         endpoint, flag = f"{known.master_addr}:{known.master_port}", "--master-addr"
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(_PORT))
     if not (port.isdecimal() and int(port) < 2**16):
-        raise ConfigurationError(f"{flag} {endpoint}: {port} is no port; give HOST and PORT")
+        yield f"{flag} {endpoint}: {port} is no port; give HOST and PORT"
     try:
         socket.getaddrinfo(host or "localhost", int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigurationError(
+        yield (
             f"{flag} {host}: no machine of that name is known here ({error.strerror}); give the "
             "name or address of the node where the ranks meet"
-        ) from error
+        )
     if is_static and known.node_rank == "0":
-        _try(host or "localhost", int(port), f"{flag} {host}")
+        for fault in _faults_of_call(host or "localhost", int(port)):
+            yield f"{flag} {host}: {fault}"
 
 
-def _try(host: str, port: int, flag: str) -> None:
+def _faults_of_call(host: str, port: int) -> Iterator[str]:
     """Listen as the first node will, and call the address as its ranks will."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
         listening = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return
-        raise ConfigurationError(
-            f"{flag}: port {port} is in use on this machine; give another --master-port, or on one "
-            "node --standalone"
-        ) from error
+        if error.errno == errno.EADDRINUSE:
+            yield (
+                f"port {port} is in use on this machine; give another --master-port, or on one "
+                "node --standalone"
+            )
+        return
     listening.settimeout(_ANSWERS_WITHIN_S)
     try:
         with listening, socket.create_connection((host, port), _ANSWERS_WITHIN_S):
             listening.accept()[0].close()
     except OSError as error:
-        raise ConfigurationError(
-            f"{flag}: the first node waits on this machine, and a call to port {port} there does "
-            f"not arrive here ({error.strerror or error}); give the name or an address of this "
-            "machine"
-        ) from error
+        yield (
+            f"the first node waits on this machine, and a call to port {port} there does not "
+            f"arrive here ({error.strerror or error}); give the name or an address of this machine"
+        )
 
 
-def _count_devices(word: str) -> None:
-    if word not in ("gpu", "xpu"):
-        return
-    from torch.distributed.run import determine_local_world_size
+def _faults_of_devices(word: str) -> Iterator[str]:
+    if word in ("gpu", "xpu"):
+        from torch.distributed.run import determine_local_world_size
 
-    try:
-        determine_local_world_size(word)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"--nproc-per-node {word}: {error} Give a number of ranks, or cpu"
-        ) from error
+        try:
+            determine_local_world_size(word)
+        except ValueError as error:
+            yield f"--nproc-per-node {word}: {error} Give a number of ranks, or cpu"

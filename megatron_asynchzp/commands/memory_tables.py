@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints a dry run: groups, and memory by pipeline stage."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import astuple
 from math import ceil
 
+from megatron_asynchzp.commands.plan_table import printed
 from megatron_asynchzp.commands.stages import DryRun
 from megatron_asynchzp.engine.device import STAYS_FREE
 from megatron_asynchzp.planner.memory import Memory
@@ -133,10 +133,7 @@ def _of_communicators(run: DryRun) -> str:
 
 
 def budgets_to_keep(run: DryRun, device_nbytes: float) -> str:
-    """Say which memory budgets a device has room for and what they save, "" for none.
-
-    A tenth of the device stays free.
-    """
+    """Say which budgets fit, with a tenth of the device free, and what they save; "" for none."""
     asked = run.asked_budgets
     room = run.left_of(device_nbytes) - STAYS_FREE * device_nbytes
     flags: list[str] = []
@@ -169,14 +166,4 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=118).print(table)
-    return text.getvalue()
+    return printed(columns, rows, 118, title=title, title_justify="left")

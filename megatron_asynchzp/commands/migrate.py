@@ -82,7 +82,9 @@ def main(argv: list[str]) -> int:
             f"{words[0]} does not say how many ranks it starts, and {ranks}, the fewest, cannot: "
             f"{judged.refused[0].text}; add --ranks N, the ranks of your run"
         )
-    print(f"{script} on {ranks} rank{'s' * (ranks > 1)}, {per_node} a node: {_headline(judged)}")
+    headline = f"does not start with {_OURS}" if judged.refused else f"starts with {_OURS}"
+    headline += ", weakened" if judged.lost and not judged.refused else ""
+    print(f"{script} on {ranks} rank{'s' * (ranks > 1)}, {per_node} a node: {headline}")
     if is_assumed:
         print(
             f"- nothing says how many ranks it starts: {ranks} assumed; give yours with --ranks N"
@@ -126,12 +128,6 @@ def _print_shardings(
         own = judged.args.async_save, judged.args.save_interval
         saving = explain.saving(rows[1].costing, ours_s, *own)
         print("".join(f"Saves: {line}\n" for line in [saving] if line), end="")
-
-
-def _headline(judged: "StartVerdict") -> str:
-    if judged.refused:
-        return f"does not start with {_OURS}"
-    return f"starts with {_OURS}" + (", weakened" if judged.lost else "")
 
 
 def _groups(judged: "StartVerdict") -> Iterator[str]:

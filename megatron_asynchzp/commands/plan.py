@@ -84,10 +84,7 @@ def space_of(setting: RunShape, args: Namespace, asked: Namespace, cluster: Clus
 
 
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[RunShape, Namespace]:
-    """Return the model of a training command in a pretended world of the cluster's ranks.
-
-    Raises ConfigurationError for a command that Megatron or --use-asynchzp refuses.
-    """
+    """Return the model of a command in a pretended world of the cluster's ranks, or refuse it."""
     from megatron_asynchzp.commands import pretended_world
 
     pretended_world.patch_megatron()

@@ -3,7 +3,8 @@
 """Prints an outcome: the setting, the plans as a table, and the flags of a plan."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.model import Model
@@ -49,18 +50,30 @@ def plans(outcome: Outcome, space: Space, most: int) -> str:
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    texts = ("", "P, G, O", "as", "sharding")
+    text = printed(columns, rows, _WIDTH, {*columns}.difference(texts), box=None, pad_edge=False)
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+
+def printed(
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    width: int,
+    numbers: Container[str] = (),
+    **style: Any,
+) -> str:
+    """Return a table of `rows` as text; the columns `numbers` stand at the right."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(**style)
     for column in columns:
-        is_text = column in ("", "P, G, O", "as", "sharding")
-        table.add_column(column, justify="left" if is_text else "right")
+        table.add_column(column, justify="right" if column in numbers else "left")
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()
-    Console(file=text, width=_WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+    Console(file=text, width=width).print(table)
+    return text.getvalue()
 
 
 def _cells(candidate: Candidate, space: Space) -> list[str]:

@@ -146,10 +146,7 @@ def _identity(function: Callable | None = None, **_: object) -> Callable:
 
 
 def patch_megatron() -> None:
-    """Import Megatron without its advice on packages, and patch it. Idempotent.
-
-    Raises ConfigurationError for an unknown Megatron.
-    """
+    """Import Megatron without its advice on packages, and patch it, or refuse it. Idempotent."""
     if sys.stderr.isatty() and "megatron.training" not in sys.modules:
         print(f"{_OURS}importing Megatron, which can take half a minute", file=sys.stderr)
     with _silence(), _without("wandb"), mock.patch.object(torch, "compile", _identity):
@@ -162,10 +159,7 @@ def patch_megatron() -> None:
 
 
 def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Namespace, list[str]]:
-    """Return Megatron's validated arguments of rank 0 of such a run, and our log lines on them.
-
-    Raises ConfigurationError for flags that Megatron or --use-asynchzp refuses.
-    """
+    """Return validated arguments of rank 0 and our log lines, or refuse the flags."""
 
     def validated() -> Namespace:
         from megatron.training import arguments
@@ -180,10 +174,7 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
 def parse_script(
     script: Path, flags: list[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
-    """Parse as `parse` does, with the flags and defaults that `script` adds.
-
-    The script runs until Megatron has validated its arguments; `flags` have --asynchzp-dry-run.
-    """
+    """Parse as `parse` does, by running `script` up to Megatron's validation (flags: a dry run)."""
 
     def validated() -> Namespace:
         try:
@@ -198,10 +189,7 @@ def parse_script(
 def parse_command(
     command: Sequence[str], world_size: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]]:
-    """Parse by `parse_script` if the script exists, else by `parse`.
-
-    Files and folders may be those of another machine.
-    """
+    """Parse by `parse_script` if the script exists, else by `parse`; data may be elsewhere."""
     script, flags = Path(command[0]), list(command[1:])
     with mock.patch.object(checks, "faults_of_files", lambda _: ()):
         if script.is_file():
@@ -275,10 +263,7 @@ def groups_of(ranks: int) -> Iterator[None]:
 
 
 def build_as_megatron(args: Namespace) -> None:
-    """Build groups, the model's configuration and the counter of steps.
-
-    Every start builds these between the validation and the model.
-    """
+    """Build what every start builds before the model: groups, configuration, counter of steps."""
     from megatron.core import num_microbatches_calculator
     from megatron.training import arguments, initialize, training
 
@@ -333,10 +318,7 @@ def _number(flags: list[str], flag: str) -> int:
 
 
 def fewest_ranks(flags: list[str]) -> int:
-    """Return the first of the usual worlds that parallel sizes, shard sizes and batch divide.
-
-    Without one it is the smallest world that the sizes allow.
-    """
+    """Return the first usual world that sizes and batch divide, else the smallest possible."""
     flags = [part for word in flags for part in word.split("=", 1)]  # --flag=value
     sizes = [_number(flags, f"--{kind}-parallel-size") for kind in ("tensor-model", "context")]
     dense, expert = sizes[0] * sizes[1], sizes[0]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_asynchzp.commands.launch_words import DEFAULT_SCRIPT
 from megatron_asynchzp.commands.shell_script import ShellScript, open_variables, with_numbers
-from megatron_asynchzp.errors import ConfigurationError, require
+from megatron_asynchzp.errors import ConfigurationError, raise_first, require
 
 # Arguments that name files which are not here.
 # fmt: off
@@ -55,11 +55,9 @@ def _last_number(pattern: str, text: str) -> int | None:
 
 
 def world_of(launcher: Sequence[str], shell: ShellScript | None = None) -> World:
-    """Read the world of a launcher.
-
-    It stands in options of torchrun, mpirun or srun, in the script's lines for Slurm, or in the
-    WORLD_SIZE that the script sets.
-    """
+    """Read the world of a launcher."""
+    # It stands in options of torchrun, mpirun or srun, in the script's lines for Slurm, or in the
+    # WORLD_SIZE that the script sets.
     job = shell.job if shell else {}
     steps = [step for step in shell.commands if step[0] == "srun"] if shell else []
     words = " ".join(word for command in (launcher, *steps) for word in command)
@@ -108,10 +106,7 @@ class Flags:
         return [word for name, part in self._split(words) if name for word in part]
 
     def read(self, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-        """Return Megatron's flags without files, all other words, and lines on assumptions.
-
-        Mock data replaces a dataset, and a null tokenizer replaces one whose files are missing.
-        """
+        """Return Megatron's flags with stand-ins for files, other words, and lines on stand-ins."""
         parts = list(self._split(words))
         files = [part[-1] for name, part in parts if name in ("vocab_file", "tokenizer_model")]
         is_here = bool(files) and all(Path(file).exists() for file in files)
@@ -128,10 +123,7 @@ class Flags:
         return [*kept, "--vocab-size", _VOCABULARY], others, [line]
 
     def of_settings(self, settings: Mapping) -> tuple[list[str], list[str]]:
-        """Return the flags of a mapping, and the names that are none.
-
-        Its leaves are flags, or names of Megatron's arguments.
-        """
+        """Return the flags of a mapping of flags or arguments, and the names that are none."""
         words: list[str] = []
         unknown: list[str] = []
         for key, value in settings.items():
@@ -217,10 +209,7 @@ type Source = ShellScript | Mapping | Sequence[str]
 
 
 def read_source(words: Sequence[str]) -> Source:
-    """Read a command line in one word or in several, or the file with it, without Megatron.
-
-    Raises ConfigurationError for a file that cannot be read or holds no flags.
-    """
+    """Read a command line, or the file with it, without Megatron; refuse one without flags."""
     source: Source = words
     path = Path(words[0])
     if len(words) == 1 and path.suffix != ".py":
@@ -236,42 +225,37 @@ def read_source(words: Sequence[str]) -> Source:
 
 
 def _read_file(path: Path) -> ShellScript | Mapping:
+    raise_first(f"{path}: {fault}" for fault in _faults_of(path))
+    if path.suffix != ".sh":
+        return _settings_of(path)
+    return ShellScript(path.read_text(errors="replace"), str(path))
+
+
+def _faults_of(path: Path) -> Iterator[str]:
     if not path.is_file():
-        near = get_close_matches(path.name, _names_beside(path), 1)
         fault = "that is a folder; name a file in it" if path.is_dir() else "no such file"
         if path.suffix not in _SUFFIXES and not path.exists():
             fault += ", and no training command: it names no script (.py)"
-        raise ConfigurationError(
-            f"{path}: {fault}" + (f"; the nearest is {near[0]}" if near else "")
-        )
+        near = get_close_matches(path.name, _names_beside(path), 1)
+        yield fault + (f"; the nearest is {near[0]}" if near else "")
     if path.suffix not in _SUFFIXES:
-        raise ConfigurationError(f"{path}: give a .sh, .yaml or .json file, or a command line")
+        yield "give a .sh, .yaml or .json file, or a command line"
     try:
-        if path.suffix != ".sh":
-            return _settings_of(path)
-        text = path.read_text(errors="replace")
+        if "\0" in path.read_text(errors="replace") and path.suffix == ".sh":
+            yield "not a text; give a .sh, .yaml or .json file"
     except OSError as error:
-        raise ConfigurationError(f"{path}: it cannot be read ({error.strerror})") from error
-    if "\0" in text:
-        raise ConfigurationError(f"{path}: not a text; give a .sh, .yaml or .json file")
-    return ShellScript(text, str(path))
+        yield f"it cannot be read ({error.strerror})"
 
 
 def _names_beside(path: Path) -> list[str]:
     with suppress(OSError):
-        return [
-            sibling.name
-            for sibling in path.parent.iterdir()
-            if sibling.suffix in (*_SUFFIXES, ".json")
-        ]
+        kinds = (*_SUFFIXES, ".json")
+        return [sibling.name for sibling in path.parent.iterdir() if sibling.suffix in kinds]
     return []
 
 
 def read_command(source: Source, name: str, flags: Flags) -> TrainingCommand:
-    """Find the training command in the result of `read_source`; messages have its `name`.
-
-    Raises ConfigurationError if it has none of Megatron's flags.
-    """
+    """Find the command in `read_source`'s result, or refuse a text without Megatron's flags."""
     if isinstance(source, ShellScript):
         command = _of_shell(source, flags)
     elif isinstance(source, Mapping):
@@ -290,10 +274,7 @@ def read_command(source: Source, name: str, flags: Flags) -> TrainingCommand:
 
 
 def _at_script(words: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
-    """Split `words` into those before the script, its name, and the rest.
-
-    Without a script it returns all words, "", and all words.
-    """
+    """Split `words` at a script into those before, its name, the rest; (all, "", all) without."""
     for place, word in enumerate(words):
         if word.endswith(".py") and "=" not in word:
             return words[:place], word, words[place + 1 :]

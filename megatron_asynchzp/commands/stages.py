@@ -8,8 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_asynchzp.commands import pretended_world
-from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
-from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups, group_kinds
+from megatron_asynchzp.commands.group_kinds import (
+    Communicators,
+    GroupKind,
+    RankGroups,
+    engine_communicators,
+    group_kinds,
+)
 from megatron_asynchzp.commands.savings import Saving, savings
 from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.mcore.flags.arguments import schedule_of
@@ -104,32 +109,24 @@ def stage_bytes(costing: Costing, args: Namespace, index: int) -> StageBytes:
     if args.use_asynchzp:
         formula, memory = costing.states_by_formula(index), costing.stage_memory(index)
     else:
-        formula = _stock_nbytes(costing, args, index)
-        memory = Memory(formula, {}, 0.0, stage_activations(costing.setting, index))
+        # Gradients are fp32 if it sums in fp32.
+        in_fp32 = args.accumulate_allreduce_grads_in_fp32
+        grad = FP32_NBYTES if in_fp32 else costing.model.itemsize
+        held = costing.with_sizes(held_sizes(args, sharding_group_size(args)))
+        memory = plain_memory(held, index, grad, args.main_params_dtype.itemsize)
+        formula = dict(memory.at_rest)
     return StageBytes(index, args.world_size // costing.plan.parallel.pp, numel, formula, memory)
 
 
-def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, float]:
-    """Return stock Megatron's bytes without padding; gradients are fp32 if it sums in fp32."""
-    sizes = held_sizes(args, sharding_group_size(args))
-    grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else costing.model.itemsize
-    held = costing.with_sizes(sizes)
-    return held_nbytes(held, index, grad, args.main_params_dtype.itemsize)
-
-
-def held_nbytes(
+def plain_memory(
     costing: Costing, index: int, grad: int | None = None, main: int = FP32_NBYTES
-) -> dict[str, float]:
-    """Return a rank's bytes at rest in pipeline stage `index`, by state.
+) -> Memory:
+    """Return states and activations of a rank of pipeline stage `index`, without padding.
 
-    Args:
-        costing: The plan's costs.
-        index: The stage.
-        grad: Bytes of an element of gradients, None for the plan's.
-        main: Bytes of an element of main parameters.
+    grad, main: bytes of an element of gradients (None for the plan's) and of main parameters.
     """
     if grad is not None:
         costing = replace(costing, plan=replace(costing.plan, main_grad=grad))
     nbytes = costing.states_by_formula(index)
     nbytes["main_param"] *= main / FP32_NBYTES
-    return nbytes
+    return Memory(nbytes, {}, 0.0, stage_activations(costing.setting, index))

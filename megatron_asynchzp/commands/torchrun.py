@@ -51,11 +51,9 @@ def watch_ranks() -> dict[int, Popen]:
 
 
 def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
-    """End this process with a line and status 1 once its ranks and the store are gone.
-
-    torchrun looks into the c10d store for further nodes ten times a second, and for its own ranks
-    only after that.
-    """
+    """End this process with a line and status 1 once its ranks and the store are gone."""
+    # torchrun looks into the c10d store for further nodes ten times a second, and for its own ranks
+    # only after that.
     kind: Any = c10d_rendezvous_backend.C10dRendezvousBackend
     original = kind._call_store
     begun: dict[int, float] = {}  # when the call began that a thread is in
@@ -103,10 +101,7 @@ def watch_meeting(ranks: dict[int, Popen], host: str) -> None:
 
 @contextmanager
 def keeping_store(nodes: int) -> Generator[None]:
-    """Keep torchrun's store for a while after a rank has failed, for the ranks of other nodes.
-
-    The error's traceback holds it.
-    """
+    """Keep the store, which the failure's traceback holds, for the ranks of other nodes."""
     try:
         yield
     except ChildFailedError:

@@ -28,10 +28,8 @@ _VALIDATES = (("megatron", "training", "arguments.py"), ("argparse.py",), ("proc
 
 
 def refusal(script: Path, flags: list[str], nodes: range, ranks_per_node: int) -> str | None:
-    """Return the line that every rank would end with, None if the run would train or is unknown.
-
-    A script that fails before Megatron has read its arguments may need what only torchrun gives.
-    """
+    """Return the line that every rank would end with, None if the run would train or is unknown."""
+    # A script that fails before Megatron has read its arguments may need what only torchrun gives.
     sys.path.insert(0, str(script.resolve().parent))  # a Megatron checkout beside the script counts
     try:
         # Only now: it imports Megatron, which that may be.
@@ -53,10 +51,7 @@ def refusal(script: Path, flags: list[str], nodes: range, ranks_per_node: int) -
 
 
 def _check_numbers_of_nodes(flags: list[str], nodes: range, ranks_per_node: int) -> None:
-    """Raise ConfigurationError for sizes or a batch that some number of nodes cannot have.
-
-    A run whose nodes come and go would otherwise end when one is gone.
-    """
+    """Refuse sizes or a batch that some number of nodes cannot have, before a node is gone."""
     from megatron_asynchzp.commands import pretended_world
 
     if len(nodes) == 1:
@@ -87,10 +82,7 @@ def _batch_for_all(args: Namespace, worlds: Sequence[int]) -> str:
 
 
 def _check_memory_in_flight(script: Path, args: Namespace) -> None:
-    """Raise ConfigurationError for a bound below the need of a step.
-
-    Only Megatron's own scripts build the model that the planner counts.
-    """
+    """Refuse a bound below a step's need, for Megatron's own scripts, whose model is known."""
     from megatron_asynchzp.commands.pretended_world import OF_FLAGS
 
     if args.asynchzp_memory_in_flight_gb is None or script.name not in OF_FLAGS:
@@ -122,7 +114,6 @@ def _is_of_the_command_line(error: ConfigurationError) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Print the refusal; return the exit status."""
     nodes, per_node, script, *flags = argv
     fewest, _, most = nodes.partition(":")
     counts = range(int(fewest), int(most or fewest) + 1)

@@ -10,7 +10,7 @@ from unittest import mock
 
 from megatron_asynchzp.commands import pretended_world
 from megatron_asynchzp.commands.recipes import without_flag
-from megatron_asynchzp.commands.stages import held_nbytes
+from megatron_asynchzp.commands.stages import plain_memory
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import check_command_line
 from megatron_asynchzp.mcore.flags.config import AsyncHZPConfig
@@ -35,7 +35,6 @@ from megatron_asynchzp.planner.contenders import (
     Contender,
 )
 from megatron_asynchzp.planner.costs import Costing
-from megatron_asynchzp.planner.memory import stage_activations
 
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
 _CONNECTIONS = ("1", "8")
@@ -76,13 +75,7 @@ class StartVerdict:
 def validate_command(
     command: Sequence[str], ranks: int, ranks_per_node: int
 ) -> tuple[Namespace, list[str]] | ConfigurationError:
-    """Return Megatron's validated arguments and the log lines on them, or the refusal.
-
-    Args:
-        command: A script, which may be missing, and flags.
-        ranks: Of the run.
-        ranks_per_node: Of them.
-    """
+    """Return validated arguments and log lines, or the refusal; the script may be missing."""
     refusal = None
     environments = [{"CUDA_DEVICE_MAX_CONNECTIONS": number} for number in _CONNECTIONS]
     for environment in environments:  # grows below
@@ -117,10 +110,7 @@ def lines_of(refusal: ConfigurationError) -> list[Line]:
 
 
 def judge_command(command: Sequence[str], ranks: int, ranks_per_node: int) -> StartVerdict:
-    """Collect all refusals of a command without --use-asynchzp.
-
-    A flag that alone decides a refusal is left out, and the rest is asked again.
-    """
+    """Collect all refusals: a flag that alone decides one is left out, and the rest asked again."""
     words, refused = [*command, OURS], list[Line]()
     while isinstance(answer := validate_command(words, ranks, ranks_per_node), ConfigurationError):
         refused += [line for line in lines_of(answer) if line not in refused]
@@ -171,11 +161,7 @@ def shardings(
 ) -> list[Row]:
     """Return the user's own sharding, ours in its place, and the default sizes.
 
-    Args:
-        args: Validated.
-        given: As the user has them, without --use-asynchzp.
-        cluster: For times, or None.
-        per_node: Ranks of a node.
+    args: validated; given: as the user has them, without --use-asynchzp; cluster: for times.
     """
     setting, group = planned.setting_of(args), sharding_group_size(args)
     on_node = sharding_ranks_per_node(args, per_node)
@@ -193,17 +179,13 @@ def shardings(
         in_bf16 = given.grad_reduce_in_bf16 or "bf" in str(given.main_grads_dtype)
         grad = None if is_ours else 2 if in_bf16 else 4
         stages = range(candidate.plan.parallel.pp)
-        held = [sum(held_nbytes(candidate, i, grad).values()) for i in stages]
-        active = [stage_activations(candidate.setting, i) for i in stages]
-        peaks = [
-            nbytes + its.kept + its.buffer + max(its.logits, its.working)
-            for nbytes, its in zip(held, active)
-        ]
+        memories = [plain_memory(candidate, index, grad) for index in stages]
         system = None if is_ours else _system_of(given)
         if system is not None:
             candidate = replace(candidate, plan=system.plan(candidate.plan), known={})
             title += f" ({system.name})"
         step_s = candidate.step().step_s if cluster is not None and candidate.has_room else None
-        peak = candidate.memory.total if is_ours else max(peaks)
-        table.append(Row(title, candidate, max(held), peak, not is_ours, step_s))
+        held = max(memory.states for memory in memories)
+        peak = candidate.memory.total if is_ours else max(memory.total for memory in memories)
+        table.append(Row(title, candidate, held, peak, not is_ours, step_s))
     return table

@@ -6,8 +6,12 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
-from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups
+from megatron_asynchzp.commands.group_kinds import (
+    Communicators,
+    GroupKind,
+    RankGroups,
+    engine_communicators,
+)
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 from megatron_asynchzp.planner.traffic import Group
