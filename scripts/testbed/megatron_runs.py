@@ -170,7 +170,7 @@ def pretrain(argv: list[str], prepare: Callable[[list], list] | None = None) -> 
     from megatron.core.enums import ModelType
     from megatron.training import ft_integration, training
 
-    from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+    from megatron_asynchzp.mcore.checkpoint.save_guard import return_results_in_process
     from scripts.train.model_of_flags import model_for_pretrain
 
     args = initialized_args(argv)

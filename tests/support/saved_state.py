@@ -21,7 +21,7 @@ def save_two(folder: str) -> None:
     from megatron.core import dist_checkpointing
 
     from megatron_asynchzp import cpu_platform
-    from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+    from megatron_asynchzp.mcore.checkpoint.save_guard import return_results_in_process
 
     cpu_platform.install()
     return_results_in_process()

@@ -16,10 +16,7 @@ from megatron_asynchzp.mcore.flags.pasa import CaptureRequest
 def capture_attention(
     request: CaptureRequest, megatron: Any, model_chunks: Sequence[nn.Module]
 ) -> None:
-    """Do on rank 0 what --asynchzp-capture-attention asks, in the step's first micro-batch.
-
-    It captures no other pipeline stage. megatron has its settings by name.
-    """
+    """Capture on rank 0, in the step's first micro-batch; megatron has its settings by name."""
     if megatron.rank != 0:
         return
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PASA as a core attention of Megatron: its contract, masks, layouts and context parallelism."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from math import sqrt
@@ -21,7 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import pasa_attention
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.pasa import PasaOptions
 
 # Megatron's own attentions, whose place PASA may take. Others compute something else.
@@ -111,14 +112,11 @@ class PasaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        if attention_bias is not None:
-            raise ConfigurationError(
-                "--use-pasa-attention does not support an attention bias; drop the flag"
-            )
         mask_type = attn_mask_type or self.attn_mask_type
         packed = packed_seq_params
         if packed is not None and packed.qkv_format != "thd":
             packed = None
+        raise_first(self._faults(mask_type, attention_bias, packed))
         if packed is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # batch of one
             mask = self._packed_mask(query, key, mask_type, packed)
@@ -129,6 +127,29 @@ class PasaAttention(MegatronModule):
             mask = self._mask(query, key, mask_type, attention_mask)
         output = self._attend(query, key, value, mask)
         return output if packed is None else output.squeeze(1)
+
+    def _faults(
+        self, mask_type: AttnMaskType, bias: torch.Tensor | None, packed: PackedSeqParams | None
+    ) -> Iterator[str]:
+        if bias is not None:
+            yield "--use-pasa-attention does not support an attention bias; drop the flag"
+        if self.cp_group is None:
+            return
+        if packed is not None:
+            yield (
+                "packed sequences with --context-parallel-size above 1 are not supported with "
+                "--use-pasa-attention; use one of the two"
+            )
+        if mask_type in (AttnMaskType.padding, AttnMaskType.arbitrary, AttnMaskType.padding_causal):
+            yield (
+                f"an attention mask ({mask_type.name}) with --context-parallel-size above 1 is "
+                "not supported with --use-pasa-attention; use causal attention"
+            )
+        if mask_type not in _CAUSAL and self.window is not None:
+            yield (
+                "a window that is not causal is not supported with --use-pasa-attention and "
+                "--context-parallel-size above 1"
+            )
 
     def _attend(self, query, key, value, mask: AttentionMask) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -159,11 +180,6 @@ class PasaAttention(MegatronModule):
         return AttentionMask(query.shape[0], key.shape[0], is_causal, self.window, allowed=allowed)
 
     def _packed_mask(self, query, key, mask_type, params: PackedSeqParams) -> AttentionMask:
-        if self.cp_group is not None:
-            raise ConfigurationError(
-                "packed sequences with --context-parallel-size above 1 are not supported with "
-                "--use-pasa-attention; use one of the two"
-            )
         starts, lengths = [], []
         for real, padded in (
             (params.cu_seqlens_q, params.cu_seqlens_q_padded),
@@ -179,19 +195,9 @@ class PasaAttention(MegatronModule):
     def _chunked_mask(
         self, query, key, mask_type: AttnMaskType, cp_group: dist.ProcessGroup
     ) -> AttentionMask:
-        if mask_type in (AttnMaskType.padding, AttnMaskType.arbitrary, AttnMaskType.padding_causal):
-            raise ConfigurationError(
-                f"an attention mask ({mask_type.name}) with --context-parallel-size above 1 is "
-                "not supported with --use-pasa-attention; use causal attention"
-            )
         is_causal, rank = mask_type in _CAUSAL, cp_group.rank()
         half = query.shape[0] // 2
         ends = (rank + 1) * half, (2 * cp_group.size() - rank) * half
-        if not is_causal and self.window is not None:
-            raise ConfigurationError(
-                "a window that is not causal is not supported with --use-pasa-attention and "
-                "--context-parallel-size above 1"
-            )
         chunks = tuple((half, end) for end in ends) if is_causal else ()
         return AttentionMask(query.shape[0], key.shape[0], is_causal, self.window, chunks=chunks)
 

@@ -42,10 +42,7 @@ def needs_all(args: Namespace) -> bool:
 def exchange(
     gather: Callable[[], tuple[list, list]], state: Any, group: Any, device: torch.device
 ) -> tuple[list, list]:
-    """Return Agreed if the shards of `group` (None: the world) are whole, else all by `gather`.
-
-    Collective.
-    """
+    """Return Agreed if the shards of `group` are whole, else all by `gather`. Collective."""
     mine = [shard.without_data() for shard in nested_values(state)]
     return (mine, Agreed([mine])) if _are_whole(mine, group, device) else gather()
 

@@ -19,11 +19,10 @@ _MAIN_PARAM_NAMES = (f"{_STATE}fp32_param.", f"{_STATE}param.")
 
 
 def complete_index(index: Metadata, keeps_plans: bool) -> Metadata:
-    """Return the index with all names of every main parameter.
-
-    keeps_plans adds each rank's plan, as long as the rest: a resumed run of the same structure
-    compares it with its own instead of planning its first save (--ckpt-assume-constant-structure).
-    """
+    """Return the index with all names of every main parameter."""
+    # keeps_plans adds each rank's plan, as long as the rest: a resumed run of the same structure
+    # compares it with its own instead of planning its first save
+    # (--ckpt-assume-constant-structure).
     if hasattr(index, _PLANS) and not keeps_plans:
         delattr(index, _PLANS)
     tensors, places = dict(index.state_dict_metadata), dict(index.storage_data)

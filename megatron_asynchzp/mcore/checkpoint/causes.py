@@ -83,10 +83,8 @@ def _shown(name: str, value: Any) -> Any:
 
 
 def differing(saved: Any, args: Namespace) -> list[str]:
-    """Return the arguments that explain tensors and differ between checkpoint and run.
-
-    saved has the arguments after training: Megatron sets some that the user never gave.
-    """
+    """Return the arguments that explain tensors and differ between checkpoint and run."""
+    # saved has the arguments after training: Megatron sets some that the user never gave.
     return [
         name
         for name in CAUSES

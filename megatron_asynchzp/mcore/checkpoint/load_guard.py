@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_asynchzp.checkpoint_files.choice import (
 from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.checkpoint_files.index import index_read_once, read_common_state
 from megatron_asynchzp.checkpoint_files.verification import Peers, VerifyLevel, on_first
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.checkpoint.frozen import (
     is_partly_frozen,
     is_trained_only,
@@ -82,7 +82,7 @@ def guard_load_checkpoint(
             load_dir = base_dir
             choice = _choose(load_dir, args, peers)
         elif choice is not None or local != -1:
-            _check_has_optimizer(args, choice if local == -1 else None, peers)
+            raise_first(_faults_of_optimizer(args, choice if local == -1 else None, peers))
         if choice is not None and _lacks_base(choice, peers):
             _load_base(load, args, choice, peers)
         try:
@@ -162,22 +162,22 @@ def _lacks_base(choice: Choice, peers: Peers) -> bool:
     return on_first(peers, lambda: is_trained_only(_saved_args(choice)))
 
 
-def _check_has_optimizer(args: Namespace, choice: Choice | None, peers: Peers) -> None:
-    """Raise ConfigurationError on all ranks if Megatron would skip the optimizer's state.
+def _faults_of_optimizer(args: Namespace, choice: Choice | None, peers: Peers) -> Iterator[str]:
+    """Say why Megatron would skip the optimizer's state, alike on all ranks. Collective.
 
-    Collective. choice is the checkpoint, None for a local one.
+    choice is the checkpoint, None for a local one.
     """
     if args.finetune or args.no_load_optim or (choice is not None and choice.is_release):
         return
     if args.no_save_optim:
-        raise ConfigurationError(
+        yield (
             "--no-save-optim: Megatron then reads no optimizer from --load either; leave it out, "
             "or add --no-load-optim, which starts with new moments"
         )
     if choice is not None and on_first(
         peers, lambda: getattr(_saved_args(choice), "no_save_optim", False)
     ):
-        raise ConfigurationError(f"{choice.folder} {NO_OPTIMIZER}")
+        yield f"{choice.folder} {NO_OPTIMIZER}"
 
 
 def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:
@@ -198,10 +198,8 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:
-    """Call Megatron's load_args_from_checkpoint, which each rank does by itself.
-
-    Only the files of the arguments are checked; all ranks check the rest before they load it.
-    """
+    """Call Megatron's load_args_from_checkpoint, which each rank does by itself."""
+    # Only the files of the arguments are checked; all ranks check the rest before they load it.
     with index_read_once():
         choice = None
         if load_dir:
@@ -253,14 +251,15 @@ def _load(load: Callable[[], Any], args: Namespace, load_dir: str | None, operat
     except (*_UNREADABLE, RuntimeError) as error:
         if not isinstance(error, _UNREADABLE) and _TORCH_READER not in str(error):
             raise
+        reason = f"could not be loaded: {one_line(error)}"
         if difference := _SCHEDULE_DIFFERS.search(str(error)):
-            raise ConfigurationError(
-                f"{place} has another learning-rate schedule: {difference['name']} is "
+            reason = (
+                f"has another learning-rate schedule: {difference['name']} is "
                 f"{difference['saved']} there and {difference['now']} in this run; add "
                 "--override-opt-param-scheduler to go by this run's flags, or "
                 "--use-checkpoint-opt-param-scheduler to go by the checkpoint's"
-            ) from error
-        raise ConfigurationError(f"{place} could not be loaded: {one_line(error)}") from error
+            )
+        raise ConfigurationError(f"{place} {reason}") from error
     finally:
         args.ckpt_step = step
 

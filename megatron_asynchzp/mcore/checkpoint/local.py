@@ -154,10 +154,8 @@ def _first_difference(args: Namespace, place: NodeFolder, iteration: int) -> str
 
 
 def _check_own_folder(args: Namespace, place: NodeFolder, peers: Peers) -> None:
-    """Raise ConfigurationError on all ranks if the folder belongs to a run that saves elsewhere.
-
-    Its checkpoints may be newer, and are not ours to remove.
-    """
+    """Raise ConfigurationError on all ranks if the folder belongs to a run that saves elsewhere."""
+    # Its checkpoints may be newer, and are not ours to remove.
 
     def other_save() -> str | None:
         for file in place.files():

@@ -237,7 +237,6 @@ class OptimizerCheckpoint:
 
 
 def _has_momentum(group: Mapping) -> bool:
-    """Return whether it is a group of SGD or Muon, which count no steps."""
     return "momentum" in group
 
 

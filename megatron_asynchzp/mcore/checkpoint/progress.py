@@ -17,10 +17,7 @@ _PROCESS_IO = Path("/proc/self/io")
 def log_progress(
     action: str, count_bytes: Callable[[], int], is_logged: bool = True, every_s: float = _EVERY_S
 ) -> Iterator[None]:
-    """Print the bytes done every `every_s` seconds while the body runs, if is_logged.
-
-    count_bytes runs in a thread of its own. A short body prints nothing.
-    """
+    """Print the bytes done each `every_s` seconds; count_bytes runs in a thread of its own."""
     if not is_logged:
         yield
         return

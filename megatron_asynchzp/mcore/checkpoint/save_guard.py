@@ -8,6 +8,7 @@ one line.
 
 import logging
 import os
+import queue
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.errors import one_line
@@ -34,18 +36,14 @@ from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_on
 from megatron_asynchzp.mcore.checkpoint.local import LOCAL, file_errors
 from megatron_asynchzp.mcore.checkpoint.operation import Save, in_progress
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, log_progress
-from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
 from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
 # Where Megatron logs what became of a write; the exception that follows does not hold it.
-_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_WRITER = filesystem_async.__name__
 
 
 def claim_save_directory(args: Namespace) -> None:
-    """Make this run the only one that saves into --save. Collective; idempotent.
-
-    Raises ConfigurationError on all ranks if another run does, or the directory is unusable.
-    """
+    """Make this run the only one that saves into --save, or refuse it. Collective; idempotent."""
     if getattr(args, "save", None):
         peers = peers_of_job()
         log([on_first(peers, partial(SaveLock.claim, args.save))], peers)
@@ -54,10 +52,7 @@ def claim_save_directory(args: Namespace) -> None:
 def guard_save_checkpoint(
     save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration: Any, non_persistent: bool
 ) -> Any:
-    """Call Megatron's save_checkpoint; saves are this rank's.
-
-    Raises SaveError if files do not reach the disk, CollectiveFailure if a collective fails.
-    """
+    """Call Megatron's save_checkpoint. Raises SaveError (the disk) or CollectiveFailure."""
     claim_save_directory(args)
     if not args.async_save:
         return_results_in_process()
@@ -73,14 +68,21 @@ def guard_save_checkpoint(
         return save()
 
 
+def return_results_in_process() -> None:
+    """Let the writer of synchronous saves return its results on a queue within the process.
+
+    Megatron makes a manager's queue: another Python process per rank, with torch imported, for a
+    writer in threads. It takes seconds and half a gigabyte, and outlives a killed rank. Does
+    nothing if a queue exists. Saves during training need Megatron's.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
 def guard_save(
     save: Callable[[], Any], args: Namespace, saves: SaveLog, iteration_dir: Path | str, state: Any
 ) -> Any:
-    """Call dist_checkpointing.save into a clean directory; write a manifest after all ranks.
-
-    --asynchzp-save-trained-only reduces state, the sharded state dict. Raises as
-    guard_save_checkpoint.
-    """
+    """Call dist_checkpointing.save into a clean directory; write a manifest after all ranks."""
     peers = peers_of_job()
     if is_trained_only(args):
         drop_frozen(state)

@@ -12,8 +12,8 @@ device anyway, through two buffers of bounded size.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ States = Mapping[str, Sequence[Held]]
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A run of elements of a unit's state; turn decides its writer, read copies [start, stop)."""
+    """A run of elements of a unit's state, and this rank's parts of it; turn gives its writer."""
 
     unit: HZPUnit
     name: str
@@ -101,7 +101,22 @@ class _Run:
     indices: tuple[int, ...]
     numel: int
     turn: int
-    read: Callable[[int, int, torch.Tensor], None]
+    held: Sequence[Held]
+
+    @property
+    def range(self) -> Range:
+        start = self.unit.optim_range.start // self.numel * self.numel
+        return Range(start, start + self.numel)
+
+    def read(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """Copy elements [start, stop); elements of no rank (padding) stay as they are."""
+        first = self.range.start
+        wanted = Range(first + start, first + stop)
+        for held in self.held:
+            common = held.part.intersect(wanted)
+            if common.numel:
+                at = slice(*common.within(wanted))
+                into[at].copy_(held.values[slice(*common.within(held.part))])
 
 
 def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, str, Held]]:
@@ -137,13 +152,11 @@ def _joined(
     for axis, factor in steps:
         runs = list(_exchange(runs, axis, factor))
     for run in runs:
-        assert isinstance(run.read, _Whole)
-        start = run.unit.optim_range.start // run.numel * run.numel
-        joined = Range(start, start + run.numel)
+        (joined,) = run.held
         for index in run.indices:
-            part = run.unit.layout.slices[index].range.intersect(joined)
+            part = run.unit.layout.slices[index].range.intersect(joined.part)
             if part.numel:
-                values = run.read.values[slice(*part.within(joined))]
+                values = joined.values[slice(*part.within(joined.part))]
                 yield run.unit, run.name, Held(index, part, values, replica=0)
 
 
@@ -164,38 +177,13 @@ def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> It
             kinds.setdefault(key, (dtype, set()))[1].update(indices)
     for (name, number), (dtype, indices) in sorted(kinds.items(), key=lambda item: item[0]):
         unit = units[number]
-        read = _Reader(unit.optim_range.start, states[unit].get(name, ()))
-        yield _Run(unit, name, dtype, tuple(sorted(indices)), unit.optim_range.numel, number, read)
-
-
-class _Reader:
-    """Reads elements from a rank's parts; elements of no rank (padding) stay as they are."""
-
-    def __init__(self, origin: int, held: Iterable[Held]):
-        self._origin, self._held = origin, held
-
-    def __call__(self, start: int, stop: int, into: torch.Tensor) -> None:
-        wanted = Range(self._origin + start, self._origin + stop)
-        for held in self._held:
-            common = held.part.intersect(wanted)
-            if common.numel:
-                at = slice(*common.within(wanted))
-                into[at].copy_(held.values[slice(*common.within(held.part))])
-
-
-class _Whole:
-    def __init__(self, values: torch.Tensor):
-        self.values = values
-
-    def __call__(self, start: int, stop: int, into: torch.Tensor) -> None:
-        into.copy_(self.values[start:stop])
+        held, numel = states[unit].get(name, ()), unit.optim_range.numel
+        yield _Run(unit, name, dtype, tuple(sorted(indices)), numel, number, held)
 
 
 def _exchange(runs: Sequence[_Run], axis: AxisGroup, factor: int) -> Iterator[_Run]:
-    """Join the runs of `factor` neighbours along an axis. Collective over the axis.
-
-    All members have the same runs of the same lengths; each gets those whose turn it is.
-    """
+    """Join the runs of `factor` neighbours along an axis. Collective over the axis."""
+    # All members have the same runs of the same lengths; each gets those whose turn it is.
     first = axis.axis.coordinate // factor * factor
     mine = axis.axis.coordinate - first
     results = [
@@ -206,15 +194,8 @@ def _exchange(runs: Sequence[_Run], axis: AxisGroup, factor: int) -> Iterator[_R
         _exchange_pieces([runs[number] for number, _, _ in pieces], pieces, results, axis, factor)
     for run, result in zip(runs, results, strict=True):
         if result is not None:
-            yield _Run(
-                run.unit,
-                run.name,
-                run.dtype,
-                run.indices,
-                run.numel * factor,
-                run.turn // factor,
-                _Whole(result),
-            )
+            joined = replace(run, numel=run.numel * factor, turn=run.turn // factor)
+            yield replace(joined, held=[Held(0, joined.range, result, replica=0)])
 
 
 _Piece = tuple[int, int, int]

@@ -271,10 +271,9 @@ class ChunkCheckpoint:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage ends with it.
-
-    Megatron's writer copies a host tensor of a larger storage, because torch would write all of it.
-    """
+    """Return the same memory as a tensor whose storage ends with it."""
+    # Megatron's writer copies a host tensor of a larger storage, because torch would write all of
+    # it.
     return torch.from_dlpack(view.detach()) if view.device.type == "cpu" else view
 
 

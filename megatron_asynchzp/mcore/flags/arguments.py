@@ -44,7 +44,6 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_argument_of(parser: Any, name: str) -> None:
-    """Add the flag of the field `name` of AsyncHZPConfig."""
     made = OPTIONS[name]
     told, default = made.metadata, default_of(name)
     words: dict[str, Any] = {"dest": f"asynchzp_{name}", "help": told["text"]}

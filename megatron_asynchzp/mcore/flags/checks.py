@@ -40,7 +40,7 @@ def prepare_args(args: Namespace) -> list[str]:
     """
     refuse_unsupported(args)
     config = config_of(args)
-    config.check_cluster()
+    raise_first(config.faults_of_cluster())
     sizes, group_size = check_sizes(args), sharding_group_size(args)
     for faults in (faults_of_dtypes, faults_of_files, faults_of_saves, faults_of_muon):
         raise_first(faults(args))
@@ -74,10 +74,7 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_sizes(args: Namespace, ranks_per_node: int | None = None) -> ShardSizes:
-    """Return the shard sizes of a run on `args.world_size` ranks.
-
-    Raises ConfigurationError for parallel sizes, a batch or shard sizes that it cannot have.
-    """
+    """Return the shard sizes of `args.world_size` ranks, or refuse sizes or a batch."""
     raise_first(faults_of_sizes(args))
     on_node = sharding_ranks_per_node(args, ranks_per_node)
     return resolve_shard_sizes(config_of(args), args, sharding_group_size(args), on_node)
@@ -116,7 +113,6 @@ def faults_of_sizes(args: Namespace) -> Iterator[str]:
 
 
 def faults_of_dtypes(args: Namespace) -> Iterator[str]:
-    """Name two dtypes for the model."""
     if args.bf16 and args.fp16:
         yield "--bf16 and --fp16 exclude each other; give one of them"
 
@@ -157,10 +153,8 @@ def faults_of_saves(args: Namespace) -> Iterator[str]:
 
 
 def faults_of_files(args: Namespace) -> Iterator[str]:
-    """Name files that are missing or wrong, and folders that cannot be written to or loaded from.
-
-    A folder for --load without a checkpoint is a run from the beginning.
-    """
+    """Name files that are missing or wrong, and folders that cannot be written to or read."""
+    # A folder for --load without a checkpoint is a run from the beginning.
     for flag, path in _argument_files(args):
         if not Path(path).is_file():
             yield f"{flag} {path}: no such file"
@@ -229,10 +223,7 @@ _CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def faults_of_tokens(args: Namespace) -> Iterator[str]:
-    """Name data with ids for which a vocabulary of `args.padded_vocab_size` has no row.
-
-    A sample of large data is read, and all of small data.
-    """
+    """Name data with ids beyond `args.padded_vocab_size`, by a sample where data is large."""
     size = args.padded_vocab_size
     if args.sft or args.mock_data or not size:
         return
@@ -305,10 +296,7 @@ def _flag(name: str) -> str:
 
 
 def faults_of_muon(args: Namespace) -> Iterator[str]:
-    """Name coefficients that the package with Muon's arithmetic does not know.
-
-    Raises MissingPackage without that package.
-    """
+    """Name coefficients that Muon's package does not know. Raises MissingPackage without it."""
     if args.optimizer not in ("muon", "dist_muon"):
         return
     require("emerging_optimizers", f"--optimizer {args.optimizer}")

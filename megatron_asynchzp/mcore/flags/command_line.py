@@ -10,7 +10,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.arguments import add_asynchzp_arguments, config_of
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
 from megatron_asynchzp.mcore.flags.pasa import PASA, add_pasa_arguments
@@ -24,12 +24,7 @@ _SIMILARITY = 0.9
 
 
 def check_command_line(argv: Sequence[str], world_size: int | None = None) -> None:
-    """Raise ConfigurationError, one line, for a mistake in the flags of this package.
-
-    Args:
-        argv: The words after the script.
-        world_size: Ranks of the run, None if they are not known yet.
-    """
+    """Refuse a mistake in our flags among the words behind the script."""
     own, given = own_flags(), words_by_flag(argv)
     for flag in given:
         if meant := mistyped(flag, own):
@@ -45,7 +40,7 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
             raise ConfigurationError(f"{flag} has no effect without {use}; add {use}, or drop it")
     check_single_flags(argv)
     if OURS in given:
-        config_of(args).check(world_size)
+        raise_first(config_of(args).faults_of_run(world_size))
 
 
 def check_single_flags(argv: Sequence[str]) -> None:
@@ -58,7 +53,6 @@ def check_single_flags(argv: Sequence[str]) -> None:
 
 
 def own_flags() -> set[str]:
-    """Return every flag that this package adds to Megatron's."""
     return {*_own_parser()._option_string_actions}
 
 

@@ -33,8 +33,6 @@ _ALIKE = 0.93  # how alike the name of a variable is to the one that was meant
 
 
 def whole_from(least: int) -> Callable[[Any], int]:
-    """Read a whole number that is not below `least`."""
-
     def read(value: Any) -> int:
         if not str(value).isdecimal() or int(value) < least:
             raise ValueError(f"{value} is not a whole number from {least}")
@@ -72,11 +70,9 @@ class TraceRequest:
     num_steps: int | None = None  # of the run and of those that it goes on from; None: unknown
 
     def step_after(self, first: int) -> int:
-        """Return the step to write in a run that begins with the step `first`: its tenth.
-
-        A shorter run writes its last but one: a trace ends with the work after its step, and after
-        the last step that may be an evaluation.
-        """
+        """Return the step to write in a run that begins with the step `first`: its tenth."""
+        # A shorter run writes its last but one: a trace ends with the work after its step, and
+        # after the last step that may be an evaluation.
         if self.num_steps is None:
             return first + _TRACED_STEP - 1
         return max(first, min(first + _TRACED_STEP, self.num_steps) - 1)
@@ -284,44 +280,40 @@ class AsyncHZPConfig:
                 "which the size is chosen, or a number of ranks"
             )
 
-    def check(self, world_size: int | None) -> None:
-        """Raise ConfigurationError for a choice that a run of `world_size` ranks cannot have."""
-        self.check_trace()
-        self.check_cluster()
+    def faults_of_run(self, world_size: int | None) -> Iterator[str]:
+        """Name a choice that a run of `world_size` ranks cannot have, or files that cannot be."""
+        yield from self.faults_of_trace()
+        yield from self.faults_of_cluster()
         for state, size in self.shard_sizes.items():
             if isinstance(size, int) and world_size and (size < 1 or world_size % size):
                 valid = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-                raise ConfigurationError(
+                yield (
                     f"{flag_of(f'{state}_shard_size')} {size} does not divide the {world_size} "
                     f"ranks of the run; valid values: {valid}, or node, which fits any number"
                 )
 
-    def check_cluster(self) -> None:
-        """Raise ConfigurationError for a cluster without a choice to make, or without a file."""
+    def faults_of_cluster(self) -> Iterator[str]:
         if self.cluster is None:
             return
         if not self.states_of_size(AUTO):
-            raise ConfigurationError(
+            yield (
                 f"--asynchzp-cluster {self.cluster} has no effect without a shard size that is "
                 "auto; add --asynchzp-param-shard-size auto, or leave it out"
             )
         try:
             load_cluster(self.cluster)
         except ConfigurationError as error:
-            raise ConfigurationError(f"--asynchzp-cluster {error}") from error
+            yield f"--asynchzp-cluster {error}"
 
-    def check_trace(self) -> None:
-        """Raise ConfigurationError for a trace that cannot become a file, before its step runs."""
+    def faults_of_trace(self) -> Iterator[str]:
         if self.trace is not None and (fault := no_file_at(Path(self.trace))):
-            raise ConfigurationError(f"--asynchzp-trace {self.trace}: {fault}")
+            yield f"--asynchzp-trace {self.trace}: {fault}"
 
     @property
     def shard_sizes(self) -> dict[str, int | str | None]:
-        """Return the three sizes as given, by state."""
         return {state: getattr(self, f"{state}_shard_size") for state in STATES}
 
     def states_of_size(self, *words: str) -> list[str]:
-        """Return the states whose size is one of `words`."""
         return [state for state, size in self.shard_sizes.items() if size in words]
 
     def schedule_config(
@@ -348,12 +340,10 @@ OPTIONS: dict[str, Field] = {one.name: one for one in fields(AsyncHZPConfig)}
 
 
 def default_of(name: str) -> Any:
-    """Return the default of the field `name`."""
     return OPTIONS[name].default
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of the field `name`."""
     return OPTIONS[name].metadata["flag"] or f"--asynchzp-{name.replace('_', '-')}"
 
 
@@ -371,7 +361,6 @@ def _faults_of(
 
 
 def _value_of_word(variable: str, name: str, word: str) -> Any:
-    """The value of a field that an environment variable spells."""
     default, read = default_of(name), OPTIONS[name].metadata["read"]
     if isinstance(default, bool):
         if word not in ("0", "1"):

@@ -60,7 +60,6 @@ def offloads(settings: Any) -> bool:
 
 
 def captures_layers(settings: Any) -> bool:
-    """Whether single layers are captured."""
     is_old_name = getattr(settings, "external_cuda_graph", False)
     return bool(is_old_name) or settings.cuda_graph_impl in ("transformer_engine", "local")
 
@@ -72,7 +71,6 @@ def captures(settings: Any, *parts: str) -> bool:
 
 
 def named_parts(settings: Any) -> list[str]:
-    """Return the parts of a layer that are named to be captured."""
     # By versions of megatron-core, and before and after Megatron's own validation.
     names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     named = next(filter(None, (getattr(settings, name, None) for name in names)), ())
@@ -94,11 +92,9 @@ def has_experts_alone(settings: Any) -> bool:
 
 
 def can_fuse_grads() -> bool:
-    """Whether layers can add weight gradients to main_grad themselves.
-
-    Megatron asks for apex's extension. Transformer Engine before 2.15 looks for main_grad at the
-    saved weight, which comes back from saved-tensor hooks without it.
-    """
+    """Whether layers can add weight gradients to main_grad themselves."""
+    # Megatron asks for apex's extension. Transformer Engine before 2.15 looks for main_grad at the
+    # saved weight, which comes back from saved-tensor hooks without it.
     if not all(map(find_spec, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))):
         return False
     from megatron.core.utils import is_te_min_version
@@ -107,11 +103,9 @@ def can_fuse_grads() -> bool:
 
 
 def can_gather_in_fp8(settings: Any) -> bool:
-    """Whether gathers in FP8 leave every bit as it is.
-
-    Each weight, or each block of 128 x 128, has one scale, which follows from it, and backward
-    computes with the same codes as forward.
-    """
+    """Whether gathers in FP8 leave every bit as it is."""
+    # Each weight, or each block of 128 x 128, has one scale, which follows from it, and backward
+    # computes with the same codes as forward.
     is_exact = settings.fp8 and settings.bf16 and settings.fp8_recipe in ("tensorwise", "blockwise")
     is_tested = not (settings.te_precision_config_file or settings.use_transformer_engine_op_fuser)
     return bool(is_exact and is_tested) and not os.getenv("NVTE_BACKWARD_OVERRIDE")

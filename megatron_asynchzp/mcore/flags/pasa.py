@@ -36,7 +36,6 @@ class PasaOptions:
 
 
 def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags of PASA attention to a parser, and return it."""
     group = parser.add_argument_group(title="pasa attention")
     group.add_argument(
         "--use-pasa-attention",

@@ -70,76 +70,60 @@ REFUSALS: tuple[Rule, ...] = (
         "--enable-cuda-graph",
         "--optimizer-cuda-graph",
     ),
-    *because(
+    refusal(
+        "--cuda-graph-impl local --num-experts 4",
+        lambda s: has_own_graphs(s) and s.num_experts and (named_parts(s) or not pads_experts(s)),
+        "local with experts that are not padded to a capacity, or with parts of layers",
         "Megatron's own graphs around experts read indices that have been written over, with "
         "--use-asynchzp and without",
         "use --cuda-graph-impl transformer_engine with --cuda-graph-modules attn moe_router "
         "moe_preprocess",
-        refusal(
-            "--cuda-graph-impl local --num-experts 4",
-            lambda s: (
-                has_own_graphs(s) and s.num_experts and (named_parts(s) or not pads_experts(s))
-            ),
-            "local with experts that are not padded to a capacity, or with parts of layers",
-        ),
     ),
-    *because(
+    refusal(
+        "--cuda-graph-impl local --transformer-impl local",
+        lambda s: has_own_graphs(s) and s.transformer_impl == "local",
+        "local with --transformer-impl local",
         "Megatron's own graphs have been tested with layers of Transformer Engine alone",
         "use --transformer-impl transformer_engine",
-        refusal(
-            "--cuda-graph-impl local --transformer-impl local",
-            lambda s: has_own_graphs(s) and s.transformer_impl == "local",
-            "local with --transformer-impl local",
-        ),
     ),
-    *because(
+    refusal(
+        "--cuda-graph-impl local --fp8-format hybrid --fp8-recipe delayed",
+        lambda s: has_own_graphs(s) and s.fp8 and s.fp8_recipe == "delayed",
+        "local with --fp8-recipe delayed",
         "Megatron's own graphs change scales while they are captured, so that losses are others "
         "than without graphs, with --use-asynchzp and without",
         "use --cuda-graph-impl transformer_engine, or another --fp8-recipe",
-        refusal(
-            "--cuda-graph-impl local --fp8-format hybrid --fp8-recipe delayed",
-            lambda s: has_own_graphs(s) and s.fp8 and s.fp8_recipe == "delayed",
-            "local with --fp8-recipe delayed",
-        ),
     ),
-    *because(
+    refusal(
+        f"{_CAPTURING} --num-experts 4",
+        lambda s: (
+            captures_layers(s)
+            and not has_own_graphs(s)
+            and s.num_experts
+            and captures(s, "moe")
+            and not pads_experts(s)
+        ),
+        "transformer_engine with experts within that are not padded to a capacity",
         "experts that take any number of tokens cannot be captured",
         "name --cuda-graph-modules attn moe_router moe_preprocess, or add "
         "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity with "
         "--moe-token-dispatcher-type alltoall",
-        refusal(
-            f"{_CAPTURING} --num-experts 4",
-            lambda s: (
-                captures_layers(s)
-                and not has_own_graphs(s)
-                and s.num_experts
-                and captures(s, "moe")
-                and not pads_experts(s)
-            ),
-            "transformer_engine with experts within that are not padded to a capacity",
-        ),
     ),
-    *because(
+    refusal(
+        f"{_CAPTURING} --pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
+        lambda s: (
+            captures_layers(s) and s.pipeline_model_parallel_size > 1 and s.step_batch_size_schedule
+        ),
+        "other than none with pipelines and --step-batch-size-schedule",
         "a pipeline's graphs are captured for one number of micro-batches",
         "use one --global-batch-size",
-        refusal(
-            f"{_CAPTURING} --pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
-            lambda s: (
-                captures_layers(s)
-                and s.pipeline_model_parallel_size > 1
-                and s.step_batch_size_schedule
-            ),
-            "other than none with pipelines and --step-batch-size-schedule",
-        ),
     ),
-    *because(
+    refusal(
+        f"{_CAPTURING} --fp16",
+        lambda s: captures_layers(s) and (s.fp16 or not s.bf16),
+        "other than none without --bf16",
         "beside sharded parameters that has not been tested in a captured layer",
         "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
-        refusal(
-            f"{_CAPTURING} --fp16",
-            lambda s: captures_layers(s) and (s.fp16 or not s.bf16),
-            "other than none without --bf16",
-        ),
     ),
     *because(
         "layers with precisions of their own have not been tested with sharded parameters",
@@ -166,94 +150,80 @@ REFUSALS: tuple[Rule, ...] = (
             "--fp4-format e2m1 --fp16", lambda s: s.fp4 and s.fp16, "with --fp16", setting="fp4"
         ),
     ),
-    *because(
+    refusal(
+        "--fp8-format hybrid --transformer-impl local",
+        lambda s: s.fp8 and s.transformer_impl == "local",
+        "with local layers",
         "Megatron's own layers compute in bf16 whatever it says",
         "use --transformer-impl transformer_engine",
-        refusal(
-            "--fp8-format hybrid --transformer-impl local",
-            lambda s: s.fp8 and s.transformer_impl == "local",
-            "with local layers",
-            setting="fp8",
-        ),
+        setting="fp8",
     ),
-    *because(
+    refusal(
+        "--recompute-modules mlp --recompute-granularity selective",
+        lambda s: (
+            s.recompute_granularity == "selective"
+            and "mlp" in (s.recompute_modules or ())
+            and s.add_bias_linear
+        ),
+        "mlp with biases",
         "a recomputed MLP returns its bias, which autograd then takes for a result of it: backward "
         "does not end, with --use-asynchzp and without",
         "use --disable-bias-linear, or leave mlp out",
-        refusal(
-            "--recompute-modules mlp --recompute-granularity selective",
-            lambda s: (
-                s.recompute_granularity == "selective"
-                and "mlp" in (s.recompute_modules or ())
-                and s.add_bias_linear
-            ),
-            "mlp with biases",
-        ),
     ),
     *because(
         "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",
         "use --optimizer adam, sgd or muon alone",
         other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),
     ),
-    *because(
+    refusal(
+        "--optimizer-cpu-offload --optimizer muon",
+        lambda s: offloads(s) and "muon" in (s.optimizer or ""),
+        "with muon",
         "the states of Muon belong to whole matrices, and are not updated unit by unit",
         "use --optimizer adam or sgd, or drop --optimizer-cpu-offload",
-        refusal(
-            "--optimizer-cpu-offload --optimizer muon",
-            lambda s: offloads(s) and "muon" in (s.optimizer or ""),
-            "with muon",
-        ),
     ),
-    *because(
+    refusal(
+        "--no-pin-cpu-params --optimizer-cpu-offload",
+        lambda s: offloads(s) and not s.pin_cpu_params,
+        "with --optimizer-cpu-offload",
         "copies run beside updates, for which both ends have to be pinned",
         "drop the flag, or --optimizer-cpu-offload",
-        refusal(
-            "--no-pin-cpu-params --optimizer-cpu-offload",
-            lambda s: offloads(s) and not s.pin_cpu_params,
-            "with --optimizer-cpu-offload",
-            setting="pin_cpu_params",
-        ),
+        setting="pin_cpu_params",
     ),
-    *because(
+    refusal(
+        "--optimizer muon --fp16",
+        lambda s: s.fp16 and s.optimizer in ("muon", "dist_muon"),
+        "muon with --fp16",
         "Megatron has no gradient scaler for it",
         "use --bf16",
-        refusal(
-            "--optimizer muon --fp16",
-            lambda s: s.fp16 and s.optimizer in ("muon", "dist_muon"),
-            "muon with --fp16",
-        ),
     ),
     *because(
         "what is not a matrix has Adam",
         "use --muon-scalar-optimizer adam",
         equal_to("--muon-scalar-optimizer lion"),
     ),
-    *because(
+    refusal(
+        "--main-params-dtype fp16",
+        lambda s: not is_fp32(s.main_params_dtype),
+        "other than fp32",
         "main parameters are kept in fp32",
         _DROP,
-        refusal(
-            "--main-params-dtype fp16",
-            lambda s: not is_fp32(s.main_params_dtype),
-            "other than fp32",
-        ),
     ),
-    *because(
+    refusal(
+        "--main-grads-dtype bf16 --loss-scale 8",
+        lambda s: (
+            not is_fp32(s.main_grads_dtype)
+            and (
+                not s.bf16
+                or s.optimizer != "adam"
+                or s.loss_scale
+                or s.accumulate_allreduce_grads_in_fp32
+            )
+        ),
+        "bf16 without --bf16, without Adam, with --loss-scale or "
+        "--accumulate-allreduce-grads-in-fp32",
         "gradients of a bf16 model are then added up in bf16, and Adam alone reads them",
         "use --bf16 and --optimizer adam, or drop the flag",
-        refusal(
-            "--main-grads-dtype bf16 --loss-scale 8",
-            lambda s: (
-                not is_fp32(s.main_grads_dtype)
-                and (
-                    not s.bf16
-                    or s.optimizer != "adam"
-                    or s.loss_scale
-                    or s.accumulate_allreduce_grads_in_fp32
-                )
-            ),
-            "bf16 without --bf16, without Adam, with --loss-scale or "
-            "--accumulate-allreduce-grads-in-fp32",
-        ),
     ),
     *because(
         "Megatron has a name for it and no code",
@@ -275,29 +245,22 @@ REFUSALS: tuple[Rule, ...] = (
         "--save-tokens-per-expert-interval 10",
         "--logits-save-dir logits",
     ),
-    *because(
+    refusal(
+        "--qk-clip --transformer-impl local",
+        lambda s: (
+            s.qk_clip and (s.transformer_impl == "local" or captures_layers(s) or s.fp8 or s.fp4)
+        ),
+        "with local or captured layers, or with layers in FP8 or FP4",
         "Megatron has the largest scores from Transformer Engine's attention alone, and a replayed "
         "graph does not tell them; weights in FP8 or FP4 have not been tested beside it",
         _DROP_BOTH,
-        refusal(
-            "--qk-clip --transformer-impl local",
-            lambda s: (
-                s.qk_clip
-                and (s.transformer_impl == "local" or captures_layers(s) or s.fp8 or s.fp4)
-            ),
-            "with local or captured layers, or with layers in FP8 or FP4",
-        ),
     ),
-    *because(
+    refusal(
+        "--qk-clip --tensor-model-parallel-size 2",
+        lambda s: s.qk_clip and s.tensor_model_parallel_size > 1 and not s.multi_latent_attention,
+        "with --tensor-model-parallel-size above 1, without --multi-latent-attention",
         "Megatron takes the weights of a layer for unsplit, and ends without --use-asynchzp too",
         "use --tensor-model-parallel-size 1, or --multi-latent-attention",
-        refusal(
-            "--qk-clip --tensor-model-parallel-size 2",
-            lambda s: (
-                s.qk_clip and s.tensor_model_parallel_size > 1 and not s.multi_latent_attention
-            ),
-            "with --tensor-model-parallel-size above 1, without --multi-latent-attention",
-        ),
     ),
     *because(*IGNORES_FLAGS),
     *because(
@@ -344,15 +307,13 @@ REFUSALS: tuple[Rule, ...] = (
         _DROP_BOTH,
         "--hybrid-context-parallel",
     ),
-    *because(
+    refusal(
+        "--num-experts 4 --tensor-model-parallel-size 2",
+        lambda s: s.num_experts and s.add_bias_linear and s.tensor_model_parallel_size > 1,
+        "with tensor parallelism and biases",
         "Megatron sums the bias gradients of experts over tensor-parallel ranks, whose shards of "
         "experts differ",
         "add --disable-bias-linear",
-        refusal(
-            "--num-experts 4 --tensor-model-parallel-size 2",
-            lambda s: s.num_experts and s.add_bias_linear and s.tensor_model_parallel_size > 1,
-            "with tensor parallelism and biases",
-        ),
     ),
     *because(
         "there is no gradient and no optimizer state left to shard",
@@ -419,36 +380,29 @@ REFUSALS: tuple[Rule, ...] = (
             for name in ("exp-avg-dtype", "exp-avg-sq-dtype")
         ),
     ),
-    *because(
+    refusal(
+        "--use-precision-aware-optimizer --optimizer sgd",
+        lambda s: s.use_precision_aware_optimizer and s.optimizer != "adam",
+        "without --optimizer adam",
         "it is for Adam alone",
         "use --optimizer adam, or drop the flag",
-        refusal(
-            "--use-precision-aware-optimizer --optimizer sgd",
-            lambda s: s.use_precision_aware_optimizer and s.optimizer != "adam",
-            "without --optimizer adam",
-        ),
     ),
-    *because(
+    refusal(
+        "--optimizer-offload-fraction 1.5 --optimizer-cpu-offload",
+        lambda s: s.optimizer_cpu_offload and not 0 <= s.optimizer_offload_fraction <= 1,
+        "below 0 or above 1",
         "it is no part of the optimizer states",
         "give a number from 0 to 1",
-        refusal(
-            "--optimizer-offload-fraction 1.5 --optimizer-cpu-offload",
-            lambda s: s.optimizer_cpu_offload and not 0 <= s.optimizer_offload_fraction <= 1,
-            "below 0 or above 1",
-        ),
     ),
     *(
-        rule
-        for example, asks, reason in LATE_GRADS
-        for rule in because(
+        refusal(
+            f"--asynchzp-early-update on {example}",
+            lambda s, asks=asks: s.asynchzp_early_update == "on" and asks(s),
+            f"on with {example}",
             reason,
             "leave the flag out",
-            refusal(
-                f"--asynchzp-early-update on {example}",
-                lambda s, asks=asks: s.asynchzp_early_update == "on" and asks(s),
-                f"on with {example}",
-                beside=example.split()[0],
-            ),
+            beside=example.split()[0],
         )
+        for example, asks, reason in LATE_GRADS
     ),
 )

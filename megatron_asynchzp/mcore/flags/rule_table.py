@@ -16,7 +16,6 @@ RULES: dict[str, tuple[Rule, ...]] = {OURS: (*REFUSALS, *CHANGES), PASA: PASA_RE
 
 
 def refuse_unsupported(args: Namespace, of: str = OURS) -> None:
-    """Raise Refused for what the flag `of` does not support."""
     refuse(RULES[of], MegatronSettings(args))
 
 

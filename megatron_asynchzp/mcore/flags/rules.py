@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -45,7 +46,6 @@ class Rule:
     may_change_again: bool = False  # Megatron's validation may: a run does not depend on it
 
     def applies(self, settings: Any) -> bool:
-        """Whether the settings ask for what the rule is about."""
         is_asked = self.verdict is Verdict.REFUSE or (
             settings.has(self.setting) and getattr(settings, self.setting) != self.value
         )
@@ -86,7 +86,6 @@ def _written(value: object) -> str:
 
 
 def refuse(rules: Iterable[Rule], settings: Any) -> None:
-    """Raise Refused if settings ask for something that a rule refuses."""
     refusing = (rule for rule in rules if rule.verdict is Verdict.REFUSE)
     if rows := [rule for rule in refusing if rule.applies(settings)]:
         raise Refused(rows, settings)
@@ -113,15 +112,20 @@ def values_after(rules: Sequence[Rule], settings: Any) -> dict[str, object]:
 
 
 def argument_of(example: str) -> str:
-    """The name of the argument of the flag that `example` begins with."""
     return example.split()[0].removeprefix("--").replace("-", "_")
 
 
-def refusal(example: str, when: Callable[[Any], Any], condition: str = "", **more: Any) -> Rule:
-    """Refuse where `when` holds of the settings."""
-    flag = example.split()[0]
-    setting = more.pop("setting", argument_of(example))
-    return Rule(setting, when, flag=flag, example=example, condition=condition, **more)
+def refusal(
+    example: str,
+    when: Callable[[Any], Any],
+    condition: str = "",
+    reason: str = "",
+    remedy: str = "",
+    **more: Any,
+) -> Rule:
+    setting, flag = more.pop("setting", argument_of(example)), example.split()[0]
+    own = partial(Rule, setting, when, flag=flag, example=example, condition=condition, **more)
+    return own(reason=reason, remedy=remedy)
 
 
 def given(example: str) -> Rule:
@@ -144,7 +148,6 @@ def other_than(example: str, *allowed: object) -> Rule:
 
 
 def equal_to(example: str) -> Rule:
-    """Refuse the value of the example alone."""
     name, value = argument_of(example), example.split()[1]
     return refusal(
         example, lambda settings: getattr(settings, name) == value, value, is_decided_by_flag=True

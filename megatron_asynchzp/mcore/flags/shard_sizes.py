@@ -41,10 +41,6 @@ def sharding_ranks_per_node(args: Any, on_node: int | None = None) -> int:
     """Return how many ranks of a sharding group a node holds, reduced to a divisor of the group.
 
     Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping.
-
-    Args:
-        args: Megatron's settings.
-        on_node: Ranks of a node; those of this node by default.
     """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     pipeline = args.pipeline_model_parallel_size if args.use_tp_pp_dp_mapping else 1
@@ -100,10 +96,7 @@ def translated_sizes(args: Any, group_size: int) -> dict[str, int]:
 
 
 def weight_shards(args: Any) -> dict[str, int]:
-    """Return over how many ranks GTP would shard each weight, by the name of the argument.
-
-    Megatron refuses a number that is no multiple of the tensor-parallel size.
-    """
+    """Return over how many ranks GTP would shard each weight; Megatron wants multiples of TP."""
     shards_of: dict[str, int] = {}
     for name, tensor in WEIGHT_SHARDS.items():
         asked = getattr(args, name, None) or 0  # megatron-core 0.18 has no such argument
@@ -129,10 +122,7 @@ def describe_translation(args: Any, sizes: ShardSizes, group_size: int) -> list[
 
 
 def held_sizes(args: Any, group_size: int) -> ShardSizes:
-    """Return the sizes that Megatron's own wrappers give a dense layer without --use-asynchzp.
-
-    `args` are as the user gave them.
-    """
+    """Return the sizes of Megatron's own wrappers for a dense layer, by the user's own `args`."""
     optim = group_size if args.use_distributed_optimizer else 1
     sizes = {"param": 1, "grad": 1, "optim": optim} | translated_sizes(args, group_size)
     if weight_shards(args) and not (args.use_megatron_fsdp or args.use_torch_fsdp2):

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
 from megatron_asynchzp.engine.failure.saves import SaveLog
 from megatron_asynchzp.mcore.checkpoint.operation import current_load
-from megatron_asynchzp.mcore.patches.patch import Patch, replaces
+from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.settings import run_args
 from megatron_asynchzp.mcore.step.communication import Communication
 
@@ -21,10 +21,18 @@ def _saves() -> SaveLog:
     return SaveLog() if communication is None else communication.driver.saves
 
 
-def _arguments(function: Callable, args: Any, options: Any) -> dict[str, Any]:
-    given = signature(function).bind(*args, **options)
-    given.apply_defaults()
-    return given.arguments
+def _guarded(guard: Callable[[Callable, Any, dict[str, Any]], Any]) -> Callable:
+    """Let `guard` make the call, by the run's settings and all arguments, with --use-asynchzp."""
+
+    def replacement(original: Callable, *args: Any, **options: Any) -> Any:
+        run, call = run_args(), partial(original, *args, **options)
+        if run is None:
+            return call()
+        given = signature(original).bind(*args, **options)
+        given.apply_defaults()
+        return guard(call, run, given.arguments)
+
+    return replacement
 
 
 @replaces(
@@ -37,16 +45,12 @@ def _arguments(function: Callable, args: Any, options: Any) -> dict[str, Any]:
     why="one run at a time saves into a directory, and a full disk ends a run in one line",
     drop_when="Megatron does both",
 )
-def save_checkpoint(original: Callable, *args: Any, **options: Any) -> Any:
-    run, save = run_args(), partial(original, *args, **options)
-    if run is None:
-        return save()
+@_guarded
+def save_checkpoint(save: Callable, run: Any, given: dict[str, Any]) -> Any:
     from megatron_asynchzp.mcore.checkpoint.save_guard import guard_save_checkpoint
 
-    given = _arguments(original, args, options)
-    return guard_save_checkpoint(
-        save, run, _saves(), given["iteration"], given["non_persistent_ckpt"]
-    )
+    iteration, non_persistent = given["iteration"], given["non_persistent_ckpt"]
+    return guard_save_checkpoint(save, run, _saves(), iteration, non_persistent)
 
 
 @replaces(
@@ -58,14 +62,11 @@ def save_checkpoint(original: Callable, *args: Any, **options: Any) -> Any:
     "the checkpoint complete is written after, but before Megatron's tracker names it",
     drop_when="Megatron's integrity.json needs no second reading of the data",
 )
-def save(original: Callable, *args: Any, **options: Any) -> Any:
-    run, save = run_args(), partial(original, *args, **options)
-    if run is None:
-        return save()
+@_guarded
+def save(call: Callable, run: Any, given: dict[str, Any]) -> Any:
     from megatron_asynchzp.mcore.checkpoint.save_guard import guard_save
 
-    given = _arguments(original, args, options)
-    return guard_save(save, run, _saves(), given["checkpoint_dir"], given["sharded_state_dict"])
+    return guard_save(call, run, _saves(), given["checkpoint_dir"], given["sharded_state_dict"])
 
 
 @replaces(
@@ -92,13 +93,10 @@ def finalize_saves(original: Callable, *args: Any, **options: Any) -> Any:
     "being loaded is one line and an exit status",
     drop_when="Megatron looks at the files before it believes the tracker",
 )
-def load_checkpoint(original: Callable, *args: Any, **options: Any) -> Any:
-    run, load = run_args(), partial(original, *args, **options)
-    if run is None:
-        return load()
+@_guarded
+def load_checkpoint(load: Callable, run: Any, given: dict[str, Any]) -> Any:
     from megatron_asynchzp.mcore.checkpoint.load_guard import guard_load_checkpoint
 
-    given = _arguments(original, args, options)
     scheduler, context = given["opt_param_scheduler"], given["checkpointing_context"]
     return guard_load_checkpoint(load, run, given["load_arg"], scheduler, context)
 
@@ -154,13 +152,10 @@ def read_metadata(original: Callable, tracker_filename: str) -> Any:
     why="a checkpoint of another model is refused before anything of this one is overwritten",
     drop_when="Megatron compares on all ranks before it loads",
 )
-def load_global(original: Callable, *args: Any, **options: Any) -> Any:
-    run, load = run_args(), partial(original, *args, **options)
-    if run is None:
-        return load()
+@_guarded
+def load_global(load: Callable, run: Any, given: dict[str, Any]) -> Any:
     from megatron_asynchzp.mcore.checkpoint.load_guard import guard_load_global
 
-    given = _arguments(original, args, options)
     is_common, state = given["rank0"], given["sharded_state_dict"]
     place = given["iteration"], given["release"]
     return guard_load_global(load, run, given["load_dir"], is_common, state, *place)
@@ -279,22 +274,3 @@ def validate_sharding_integrity(
         if isinstance(global_metadata, Agreed):
             global_metadata = []  # only the common parts are compared then
     return original(global_metadata, common_state_dict)
-
-
-CHECKPOINT_PATCHES: tuple[Patch, ...] = (
-    save_checkpoint,
-    save,
-    finalize_saves,
-    load_checkpoint,
-    load_args,
-    find_non_persistent,
-    read_metadata,
-    load_global,
-    load_common,
-    get_filesystem_reader,
-    write_item,
-    validate_global_plan,
-    create_read_items_for_chunk_list,
-    determine_global_metadata,
-    validate_sharding_integrity,
-)

@@ -55,10 +55,8 @@ get_model = replaces(
 
 
 def _prepare_own_graphs() -> None:
-    """Keep everything on the current stream.
-
-    Before graphs have memory Megatron would go on on another stream, which waits for nothing.
-    """
+    """Keep everything on the current stream."""
+    # Before graphs have memory Megatron would go on on another stream, which waits for nothing.
     import torch
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 

@@ -132,10 +132,7 @@ def _check_signature(patch: Patch, original: Callable) -> None:
 
 
 def apply_patches(patches: Sequence[Patch]) -> None:
-    """Apply the patches that are not applied yet; changes nothing unless every patch fits.
-
-    Raises ConfigurationError with the symbol, the versions expected and the version found.
-    """
+    """Apply the patches that are not applied yet, or none if one does not fit."""
     version = found_version()
     pending = []
     for patch in patches:
@@ -152,8 +149,5 @@ def apply_patches(patches: Sequence[Patch]) -> None:
 
 
 def remove_patches() -> None:
-    """Restore every original, also copies that were imported after patching.
-
-    Raises RuntimeError, and changes nothing, if a replacement was wrapped since.
-    """
+    """Restore each original and copies of it; RuntimeError if a replacement was wrapped since."""
     _applied.restore()

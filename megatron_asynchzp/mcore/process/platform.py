@@ -23,10 +23,7 @@ _ACCELERATORS = ("cuda", "npu")
 
 
 def choose_platform(argv: list[str]) -> None:
-    """Install the CPU platform if --asynchzp-device in `argv`, or the machine, asks for it.
-
-    Raises ConfigurationError for a machine whose accelerator torch does not see.
-    """
+    """Install the CPU platform if --asynchzp-device in `argv`, or the machine, asks for it."""
     if (reason := reason_for_cpu(argv)) is None:
         return
     from megatron_asynchzp import cpu_platform
@@ -39,10 +36,7 @@ def choose_platform(argv: list[str]) -> None:
 
 
 def apply_platform_defaults(args: Namespace) -> list[str]:
-    """Give the arguments the values that an installed CPU platform needs; return lines to log.
-
-    Raises ConfigurationError for a flag that the platform cannot honour.
-    """
+    """Give the arguments the values that an installed CPU platform needs; return lines to log."""
     from megatron_asynchzp import cpu_platform
 
     if not is_on_cpu():
@@ -93,10 +87,7 @@ def are_dataset_helpers_ready() -> bool:
 
 
 def reason_for_cpu(argv: list[str]) -> str | None:
-    """Return why these arguments run on the CPU platform, None for an accelerator.
-
-    Raises ConfigurationError for a machine whose accelerator torch does not see.
-    """
+    """Return why these arguments run on the CPU, None on an accelerator; refuse an unseen one."""
     if is_cpu_asked(argv):
         return "--asynchzp-device cpu"
     if _has_accelerator():
@@ -115,11 +106,9 @@ def _has_accelerator() -> bool:
 
 
 def lend_dataset_helpers() -> None:
-    """Let a Megatron checkout use the compiled dataset helpers of an installed wheel.
-
-    A fresh checkout has none, and its Makefile, which needs a compiler, pybind11 and
-    python3-config, is not run on the CPU. The checkout's own modules stay.
-    """
+    """Let a Megatron checkout use the compiled dataset helpers of an installed wheel."""
+    # A fresh checkout has none, and its Makefile, which needs a compiler, pybind11 and
+    # python3-config, is not run on the CPU. The checkout's own modules stay.
     datasets = importlib.import_module("megatron.core.datasets")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         return

@@ -38,10 +38,7 @@ def refused_in_one_line() -> Iterator[None]:
 
 @refused_in_one_line()
 def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
-    """End the process with one line for a mistake in our flags, or for too few open files.
-
-    The launcher is no rank: it asks for the count of any node.
-    """
+    """Refuse a mistake in our flags, or too few open files (the launcher asks for any node)."""
     check_descriptors(int(os.environ.get("RANK", "1")), world_size or 0)
     check_command_line(argv, world_size)
 
@@ -53,10 +50,7 @@ def world_size() -> int | None:
 
 
 def report(error: BaseException) -> None:
-    """Print an error of ours as one line on stderr, once per node.
-
-    torchrun repeats it in its final table, as the last line on the screen.
-    """
+    """Print an error of ours as one line, once per node; torchrun's final table repeats it."""
     obey_sigterm()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_RANK_PRINTS_S)
@@ -67,11 +61,9 @@ def report(error: BaseException) -> None:
 
 
 def obey_sigterm() -> None:
-    """Let SIGTERM end this process, whose main thread is about to end anyway.
-
-    A run that saves has Megatron's handler, which only notes the signal: torchrun, which sends it
-    to all ranks when one has failed, would wait for them.
-    """
+    """Let SIGTERM end this process, whose main thread is about to end anyway."""
+    # A run that saves has Megatron's handler, which only notes the signal: torchrun, which sends it
+    # to all ranks when one has failed, would wait for them.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -30,10 +30,7 @@ class StopSignal:
         self._event: Any = None
 
     def share(self, device: torch.device) -> None:
-        """Exchange signals with all ranks. Collective over the world in each step.
-
-        Does nothing if the run has no handler.
-        """
+        """Exchange signals with the world, in each step, if the run has a handler. Collective."""
         if (was_asked := _was_asked()) is None:
             return
         # Filled on the device: a copy from the host would hold it.

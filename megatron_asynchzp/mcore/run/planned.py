@@ -83,10 +83,8 @@ def costing_of(
 
 
 def faults_of_layers(args: Any) -> Iterator[str]:
-    """Name sizes that Megatron would refuse when it builds the model, or in the first step.
-
-    The model is the one that Megatron's own scripts make of validated arguments.
-    """
+    """Name sizes that Megatron would refuse when it builds the model, or in the first step."""
+    # The model is the one that Megatron's own scripts make of validated arguments.
     if args.num_experts:
         if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
             yield "--num-experts with --tensor-model-parallel-size: add --sequence-parallel"
@@ -230,24 +228,20 @@ def setting_of(args: Any) -> RunShape:
 
 
 def model_of(args: Any) -> Model:
-    """Return the model of validated arguments with padded_vocab_size."""
     layers = _layers(args)
-    number = args.mtp_num_layers or 0
+    mtp = _predictions(args, layers, args.mtp_num_layers or 0)
+    has_positions = args.position_embedding_type == "learned_absolute"
     return Model(
         hidden=args.hidden_size,
         vocabulary=args.padded_vocab_size,
         layers=layers,
-        mtp=_predictions(args, layers, number),
+        mtp=mtp,
         is_tied=not args.untie_embeddings_and_output_weights,
         has_bias=args.add_bias_linear,
         norm_numel=1 if args.normalization == "RMSNorm" else 2,
-        num_positions=(
-            args.max_position_embeddings
-            if args.position_embedding_type == "learned_absolute"
-            else 0
-        ),
+        num_positions=args.max_position_embeddings if has_positions else 0,
         itemsize=2 if args.bf16 or args.fp16 else 4,
-        adapters=_adapters(args, layers + _predictions(args, layers, number)),
+        adapters=_adapters(args, layers + mtp),
     )
 
 
@@ -365,7 +359,6 @@ def _experts(args: Any) -> Experts:
 
 
 def parallel_of(args: Any) -> Parallel:
-    """Return the parallel sizes of validated arguments."""
     return Parallel(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
@@ -423,7 +416,6 @@ def _laid_out(layout: str) -> tuple[int, ...]:
 
 
 def batch_of(args: Any) -> Batch:
-    """Return the batch of validated arguments."""
     replicas = args.data_parallel_size * args.micro_batch_size
     number = max(1, (args.global_batch_size or replicas) // replicas)
     return Batch(args.micro_batch_size, args.seq_length, number)
@@ -460,7 +452,6 @@ def _kept_quantised(args: Any) -> Literal["none", "experts", "all"]:
 
 
 def recompute_of(args: Any) -> Recompute:
-    """Return the recomputation of validated arguments."""
     if args.recompute_granularity is None:
         return Recompute()
     return Recompute(

@@ -15,7 +15,7 @@ import torch
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.arguments import config_of, schedule_of
 from megatron_asynchzp.mcore.flags.config import AUTO, AsyncHZPConfig, TraceRequest
 from megatron_asynchzp.mcore.flags.pasa import CaptureRequest, PasaOptions
@@ -61,19 +61,14 @@ class RunSettings:
 
     @classmethod
     def of(cls, config: AsyncHZPConfig, megatron: Any, sizes: ShardSizes) -> "RunSettings":
-        """Join the user's choices with Megatron's settings.
-
-        Args:
-            config: The user's choices.
-            megatron: Settings by the names of Megatron's arguments, after its own validation.
-            sizes: The resolved sizes of `config`.
-        """
+        """Join the user's choices and their resolved `sizes` with Megatron's validated settings."""
         main_grad_dtype = _DTYPES[getattr(megatron, "asynchzp_main_grads_dtype", "fp32")]
+        is_shorter = megatron.grad_reduce_in_bf16 or main_grad_dtype != torch.float32
         return cls(
             sizes,
             config,
             schedule_of(megatron, config),
-            _grad_dtype(megatron, main_grad_dtype),
+            torch.bfloat16 if megatron.bf16 and is_shorter else torch.float32,
             main_grad_dtype,
             moments_of(megatron),
             moment_nbytes_of(megatron),
@@ -90,10 +85,7 @@ class RunSettings:
 
     @classmethod
     def of_arguments(cls, args: Namespace) -> "RunSettings":
-        """Make the settings of validated arguments, whose shard sizes prepare_args resolved.
-
-        A plan of stock Megatron has (1, 1, 1).
-        """
+        """Make the settings of validated arguments; stock Megatron has sizes (1, 1, 1)."""
         config = config_of(args)
         given = config.shard_sizes.values()
         param, grad, optim = (1 if size in (None, AUTO) else int(size) for size in given)
@@ -166,12 +158,6 @@ def run_args() -> Any:
     return None if run is None or run.settings is None else run.megatron
 
 
-def _grad_dtype(megatron: Any, main_grad_dtype: torch.dtype) -> torch.dtype:
-    """Return bf16 for main gradients in bf16, and by --grad-reduce-in-bf16 for models in bf16."""
-    is_shorter = megatron.grad_reduce_in_bf16 or main_grad_dtype != torch.float32
-    return torch.bfloat16 if megatron.bf16 and is_shorter else torch.float32
-
-
 def moments_of(megatron: Any) -> MomentDtypes:
     """Return the dtypes of Adam's moments, before and after the flags are translated."""
     words = getattr(megatron, "asynchzp_moment_dtypes", None)
@@ -192,7 +178,7 @@ def trace_of(config: AsyncHZPConfig, megatron: Any) -> TraceRequest | None:
     """Return the trace of this rank. Raises ConfigurationError for a path that cannot be."""
     if config.trace is None or (stage := _stage_led(megatron)) is None:
         return None
-    config.check_trace()
+    raise_first(config.faults_of_trace())
     path = Path(config.trace)
     if stage > 0:
         path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")

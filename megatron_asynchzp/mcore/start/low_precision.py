@@ -126,9 +126,6 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
         if param.dim() == 2
     }
     for unit in units:
-        names = [
-            name
-            for name, param in zip(unit.param_names, unit.params, strict=True)
-            if param in weights
-        ]
+        named = zip(unit.param_names, unit.params, strict=True)
+        names = [name for name, param in named if param in weights]
         unit.gather_in_fp8(names, grid, is_computing)

@@ -20,10 +20,7 @@ from megatron_asynchzp.mcore.start.units import sharding_group_key
 def create_shard_groups(
     settings: RunSettings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> dict[str, ShardGroups]:
-    """Create the communicators of the dense and, if any, the expert sharding group.
-
-    Collective over both groups; has_experts is their common answer.
-    """
+    """Create the communicators of both sharding groups; has_experts is world-wide. Collective."""
 
     def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)

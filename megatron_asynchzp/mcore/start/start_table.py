@@ -42,10 +42,7 @@ def _format_nbytes(nbytes: float) -> str:
 
 
 def format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Format columns below a title; the first row holds their names.
-
-    No cell is cut or wrapped, so that a search of the log finds it.
-    """
+    """Format columns below a title and names; no cell is cut or wrapped, so a search finds it."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join((title, *(f"  {line}" for line in lines)))
@@ -182,15 +179,10 @@ def format_start_table(
     moments are the optimizer's bytes per element; whole_nbytes is the most that was whole while a
     model was built in shards.
     """
-    units = [unit for chunk in chunks for unit in chunk.units]
-    used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
-    groups = {key: group for key, group in chunks[0].groups.items() if key in used}
-    keys = (
-        (unit.fp8_gather, chunk.runtime.group_keys[unit])
-        for chunk in chunks
-        for unit in chunk.units
-    )
-    in_fp8 = {key for gather, key in keys if gather is not None}
+    keys = {unit: chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
+    in_fp8 = {key for unit, key in keys.items() if unit.fp8_gather is not None}
+    groups = {key: group for key, group in chunks[0].groups.items() if key in keys.values()}
+    units = list(keys)
     tables = (
         _groups_table(groups, ranks_per_node, in_fp8),
         _states_table(units, groups, moments, _beside_states(chunks, whole_nbytes, moments)),
@@ -200,10 +192,8 @@ def format_start_table(
 
 
 def budget_hint(chunks: Sequence[AsyncHZPDataParallel], num_micro_batches: int) -> str:
-    """Return a hint if micro-batches gather parameters again that free memory could keep, else "".
-
-    A CPU does not know its free memory.
-    """
+    """Return a hint if micro-batches gather again what free memory could keep, else ""."""
+    # A CPU does not know its free memory.
     communication = chunks[0].communication
     schedule, left = communication.schedule, communication.driver.device.left_nbytes()
     is_budgeted = schedule.keep_params_nbytes or schedule.keeps_params_in_free_memory

@@ -41,10 +41,7 @@ def prepare_process(argv: list[str]) -> None:
 
 
 def patch_megatron(patches: Sequence[Patch] = PATCHES) -> None:
-    """Apply the patches to a Megatron that has all that any module of ours imports from it.
-
-    Raises ConfigurationError, before any change, with the name that is missing or too old.
-    """
+    """Apply the patches if Megatron has all that our modules import, or name what it lacks."""
     if Version.of(torch.__version__) < Version.of(TORCH[0]):
         raise ConfigurationError(
             f"torch {torch.__version__} was found at {torch.__file__}, and this version of "

@@ -43,10 +43,8 @@ def _language_models(root: nn.Module) -> list[Any]:
 
 
 def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
-    """Map each tied embedding weight to the other modules of this stage that use it.
-
-    A copy on another pipeline stage counts: both copies need the same layout.
-    """
+    """Map each tied embedding weight to the other modules of this stage that use it."""
+    # A copy on another pipeline stage counts: both copies need the same layout.
     tied: dict[nn.Parameter, tuple[nn.Module, ...]] = {}
     for model in _language_models(root):
         weight = model.shared_embedding_or_output_weight()
@@ -64,11 +62,9 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
 
 
 def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
-    """Plan the units of a model chunk: layers, experts, embedding, output layer, and the rest.
-
-    chunk is its index on this rank. It is part of all names but the first chunk's, because each
-    chunk of an interleaved pipeline counts its layers from 0.
-    """
+    """Plan the units of a model chunk: layers, experts, embedding, output layer, and the rest."""
+    # chunk is its index on this rank. It is part of all names but the first chunk's, because each
+    # chunk of an interleaved pipeline counts its layers from 0.
     layers = [module for module in root.modules() if is_layer(module)]
     edges: list[nn.Module] = []
     for model in _language_models(root):
@@ -81,10 +77,7 @@ def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
 
 
 def seat_captured(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Give a seat to each plan whose parameters the captured graph of a layer reads.
-
-    These units are gathered around the call of that layer.
-    """
+    """Give a seat to plans that a captured layer reads, and gather them around its call."""
     layer_of: dict[nn.Parameter, nn.Module] = {}
     for layer in root.modules():
         if is_layer(layer):
@@ -116,10 +109,7 @@ def units_by_groups(units: Iterable[HZPUnit]) -> dict[ShardGroups, list[HZPUnit]
 
 
 def mark_softmax_offsets(root: nn.Module) -> None:
-    """Mark the offsets of --softmax-type learnable as tensor-parallel: a rank has its heads'.
-
-    Megatron marks none: its norms have the first rank's alone.
-    """
+    """Mark learnable softmax offsets as tensor-parallel: unmarked, only the first rank's count."""
     for module in root.modules():
         offset: Any = getattr(module, "softmax_offset", None)
         if isinstance(offset, nn.Parameter):
@@ -127,10 +117,7 @@ def mark_softmax_offsets(root: nn.Module) -> None:
 
 
 def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:
-    """Return whether finalize_model_grads changes gradients of `unit` after their reduction.
-
-    tp and pp are the sizes of the tensor- and the pipeline-parallel group.
-    """
+    """Return whether finalize_model_grads changes its gradients late, with `tp` and `pp` ranks."""
     marks = (_SUMMED_OVER_TP if tp > 1 else ()) + (_SUMMED_OVER_PP if pp > 1 else ())
     norms = _QK_NORMS if tp > 1 and has_qk_norms else ()
     return any(

@@ -32,11 +32,7 @@ from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 class Communication:
     """The driver that the runtimes of a rank share.
 
-    Args:
-        number_of_step: Returns Megatron's number of the step that begins, None before there is one.
-
-    Raises:
-        ConfigurationError: A budget is the device's free memory, on a device that does not know it.
+    Refuses a budget that is the device's free memory, on a device that does not know it.
     """
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
@@ -102,14 +98,15 @@ class Communication:
     def take_report(self) -> CommReport:
         return self.driver.take_report()
 
+    @property
+    def units(self) -> list[HZPUnit]:
+        return [unit for runtime in self.runtimes for unit in runtime.units]
+
     def nbytes_in_flight(self) -> int:
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
     def take_free_memory(self) -> None:
-        """Let parameters fill the free memory (--asynchzp-keep-params-gb auto). Collective.
-
-        Megatron calls it after the first update, when all that a step needs was allocated.
-        """
+        """Let parameters fill the memory that is free after the first update (auto). Collective."""
         if self.budgets.params is not None and self.budgets.params.takes_free_memory:
             self.budgets.params.take_free_memory(self.driver.device.left_nbytes() or 0)
 
@@ -133,8 +130,7 @@ class Communication:
 
     def expect_grads(self, records: Sequence[Sequence[str]], pipeline: dist.ProcessGroup) -> None:
         if len(records) == pipeline.size():
-            units = [unit for runtime in self.runtimes for unit in runtime.units]
-            self.budgets.expect_grads(records[pipeline.rank()], units)
+            self.budgets.expect_grads(records[pipeline.rank()], self.units)
 
     def describe_position(self) -> str:
         step = self.driver.step
@@ -145,10 +141,8 @@ class Communication:
         return f"in step {step}; the last collective submitted: {task.title}"
 
     def why_terminated(self) -> str:
-        """Return the line for SIGTERM, which torchrun sends when another rank has failed.
-
-        A rank that knows of that failure waits for it, because its own line says more.
-        """
+        """Return the line for SIGTERM, which torchrun sends when another rank has failed."""
+        # A rank that knows of that failure waits for it, because its own line says more.
         roll_call, deadline = self.driver.roll_call, time.monotonic() + _SAYS_MORE_S
         while roll_call is not None and roll_call.has_been_called and time.monotonic() < deadline:
             try:
@@ -159,14 +153,10 @@ class Communication:
         return f"ended by SIGTERM {self.describe_position()}"
 
     def uses(self, group: dist.ProcessGroup) -> bool:
-        units = [unit for runtime in self.runtimes for unit in runtime.units]
-        return any(group in unit.groups.all_groups for unit in units)
+        return any(group in unit.groups.all_groups for unit in self.units)
 
     def close(self) -> None:
-        """Finish all operations and end the threads; nothing can be trained afterwards.
-
-        Raises the failure that ended the communication, without waiting.
-        """
+        """Finish all operations and end the threads, or raise at once what ended them."""
         Communication._open.discard(self)
         atexit.unregister(self._at_exit)
         if self._end.detach() is None:

@@ -50,9 +50,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     A subclass of DistributedDataParallel by name only, so that unwrap_model and the schedules
     recognise it without a patch; none of its buffers is built. It is whole until `shard`.
-
-    Args:
-        module: The model chunk; ddp_config as for DistributedDataParallel.
     """
 
     def __init__(self, module: torch.nn.Module, ddp_config: DistributedDataParallelConfig):
@@ -169,6 +166,11 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Do nothing: gradients have left already, micro-batch by micro-batch."""
 
+    # Nor here: wrap_model_chunks broadcasts before it shards, the optimizer starts the exchange of
+    # parameters, the engine's hooks are always on and gathered parameters never stale.
+    broadcast_params = start_param_sync = free_overlap_buffers = start_grad_sync
+    enable_forward_pre_hook = disable_forward_pre_hook = start_grad_sync
+
     @override
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
@@ -178,11 +180,9 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         self._check_grads()
 
     def _check_grads(self) -> None:
-        """Stop on gradients that are not finite and report large ones, as the flags ask.
-
-        Stock DDP checks before it reduces. Here backward reduces, so a rank's bad value reaches the
-        owner of the shard.
-        """
+        """Stop on gradients that are not finite and report large ones, as the flags ask."""
+        # Stock DDP checks before it reduces. Here backward reduces, so a rank's bad value reaches
+        # the owner of the shard.
         machine: Any = get_rerun_state_machine()
         # Ten times what was seen so far, as in stock Megatron.
         is_large = partial(machine.is_unexpectedly_large, threshold=10, context="grads")
@@ -214,26 +214,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                 unit.main_grad.view(unit.optim_range).mul_(scaling_factor)
 
     @override
-    def broadcast_params(self) -> None:
-        """Do nothing: wrap_model_chunks broadcasts before it shards."""
-
-    @override
-    def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
-        """Do nothing: the optimizer starts it."""
-
-    @override
-    def free_overlap_buffers(self) -> None:
-        """Do nothing: there are none."""
-
-    @override
-    def enable_forward_pre_hook(self) -> None:
-        """Do nothing: the engine's hooks are always on."""
-
-    @override
-    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Do nothing: gathered parameters are never stale."""
-
-    @override
     def state_dict(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("--use-asynchzp writes checkpoints with --ckpt-format torch_dist")
 
@@ -241,19 +221,14 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of this chunk, always strictly.
-
-        Otherwise Megatron would try again without strict, and train on with the old values.
-        """
+        """Load strictly: otherwise Megatron tries again, and trains on with the old values."""
         self.checkpoint.load_state_dict(state_dict)
 
 
 def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
-    """Leave fused gradients to the layers of Transformer Engine.
-
-    Megatron's own linear layers, such as the output layer, read main_grad in forward, before the
-    engine has memory for a gradient.
-    """
+    """Leave fused gradients to the layers of Transformer Engine."""
+    # Megatron's own linear layers, such as the output layer, read main_grad in forward, before the
+    # engine has memory for a gradient.
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = False
@@ -267,10 +242,7 @@ def is_true_anywhere(mine: bool) -> bool:
 
 
 def refuse_all_trained(chunks: Sequence[AsyncHZPDataParallel]) -> None:
-    """Raise ConfigurationError if no rank has a frozen unit. Collective over the world.
-
-    A checkpoint of trained parameters alone would then be a whole one.
-    """
+    """Refuse --asynchzp-save-trained-only without a frozen unit on any rank. Collective."""
     if not is_true_anywhere(any(not unit.is_trained for chunk in chunks for unit in chunk.units)):
         raise ConfigurationError(
             "--asynchzp-save-trained-only: every parameter is trained; freeze the base before the "
@@ -285,10 +257,7 @@ def wrap_model_chunks(
     settings: RunSettings,
     construction: Construction | None = None,
 ) -> list[AsyncHZPDataParallel]:
-    """Shard and wrap the model chunks of this rank. Collective over the world.
-
-    construction is the one under which the chunks were built, if any; this ends it.
-    """
+    """Shard and wrap this rank's chunks, and end their construction. Collective over the world."""
     wrapped = [AsyncHZPDataParallel(chunk, ddp_config) for chunk in model_chunks]
     shard_chunks(wrapped, pg_collection, settings, construction)
     # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.

@@ -33,10 +33,8 @@ def copy_optimizer_param_metadata(to: torch.Tensor, source: torch.Tensor) -> Non
 
 
 def is_counted_once(param: torch.Tensor, tp_group: Any, expert_tp_group: Any) -> bool:
-    """Return whether this rank's copy of `param` counts in sums over TP ranks and stages.
-
-    megatron-core 0.18 has no expert_tp_group: tp_group decides for experts too.
-    """
+    """Return whether this rank's copy of `param` counts in sums over TP ranks and stages."""
+    # megatron-core 0.18 has no expert_tp_group: tp_group decides for experts too.
     is_first = _without_unknown(
         param_is_not_tensor_parallel_duplicate,
         param,

@@ -20,10 +20,7 @@ def build_early_update(
     params_of: dict[HZPUnit, list[torch.nn.Parameter]],
     inverse_scale: Callable[[], torch.Tensor | None],
 ) -> EarlyUpdate | None:
-    """Build the early update that --asynchzp-early-update asks for, or return None.
-
-    Raises ConfigurationError if the flag is on and no unit can be sent.
-    """
+    """Build what --asynchzp-early-update asks for, or None; refuse "on" if no unit can be sent."""
     schedule, config = chunks[0].communication.schedule, chunks[0].config
     if not schedule.may_send_early:
         return None

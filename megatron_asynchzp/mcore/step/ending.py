@@ -86,10 +86,7 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
 
 
 def report_own_errors() -> None:
-    """Print uncaught errors of ours as one line (exit status 1; 130 for an interrupt).
-
-    For scripts that import the adaptor; the launcher catches these errors itself.
-    """
+    """Print uncaught errors of ours as one line, in scripts that import the adaptor."""
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None):

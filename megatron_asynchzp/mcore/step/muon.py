@@ -48,12 +48,8 @@ class ShardedMuon(TensorParallelMuon):
     own the same matrices in the same rounds, so Megatron may issue its own collectives between them
     while it orthogonalises (--muon-tp-mode duplicated, distributed).
 
-    Args:
-        param_groups: Parameter groups of fragments.
-        matrices: The matrices of all ranks, in the same order on all ranks of a sharding group.
-        fragments: The fragment of each model parameter that has elements on this rank.
-        driver: Runs the collectives.
-        options: Arguments of TensorParallelMuon.
+    matrices are those of all ranks, in the same order on all ranks of a sharding group; fragments
+    are of the model parameters that have elements on this rank.
     """
 
     def __init__(

@@ -53,16 +53,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     """Adam, SGD or Muon on this rank's fragments of the fp32 main parameters.
 
     Unlike stock optimizers it serves dense and expert parameters at once: their fragments differ
-    only in which replica counts in norms.
-
-    Args:
-        optimizers: torch optimizers of the 1-D fragments in `parameters`.
-        config: Megatron's.
-        grad_scaler: For fp16, else None.
-        init_state_fn: Creates the states of all optimizers.
-        model_chunks: The wrapped chunks that own the shards.
-        parameters: The fragments.
-        pg_collection: Megatron's process groups.
+    only in which replica counts in norms. init_state_fn creates the states of all `optimizers`.
     """
 
     def __init__(
@@ -112,12 +103,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         moments: list[torch.Tensor] = []
         for fragment in self._parameters.by_unit[unit]:
             for optimizer in self._optimizers:
-                kept = optimizer.state.get(fragment, {})
-                moments += [
-                    kept[name]
-                    for name in sorted(kept)
-                    if isinstance(kept[name], torch.Tensor) and kept[name].dim()
-                ]
+                states = (state for _, state in sorted(optimizer.state.get(fragment, {}).items()))
+                moments += [it for it in states if isinstance(it, torch.Tensor) and it.dim()]
         return moments
 
     # ---- gradients
@@ -169,10 +156,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     @override
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
-        """Unscale, clip and apply; return (updated, gradient norm, zeros in the gradients).
-
-        As in stock Megatron the norm is computed even if nothing is clipped.
-        """
+        """Unscale, clip and apply; return (updated, gradient norm, zeros), the norm in any case."""
         self.grad_norms_by_group = {}
         with profiler_range("optimizer"):
             if self.prepare_grads():
@@ -262,10 +246,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         return self._checkpoint.sharded_state_dict(is_loading, metadata, records)
 
     def _init_state(self) -> None:
-        """Create the states of a first step, for a load or for a save before any update.
-
-        Megatron makes no momentum for SGD and no step count for torch's Adam.
-        """
+        """Create a first step's states: Megatron makes no momentum for SGD, no step for Adam."""
         on_host = nullcontext() if self._host_states is None else self._host_states.making_states()
         with on_host:
             if self.init_state_fn is not None:
@@ -390,10 +371,7 @@ def get_asynchzp_optimizer(
     pg_collection: ProcessGroupCollection | None = None,
     moments: MomentDtypes = MomentDtypes(),
 ) -> AsyncHZPOptimizer:
-    """Build the optimizer of wrapped chunks, with Megatron's parameter groups. Collective.
-
-    moments are the dtypes in which Adam stores its moments.
-    """
+    """Build the optimizer of wrapped chunks, with Megatron's parameter groups. Collective."""
     if config_overrides is None:
         config_overrides = get_standard_config_overrides(config)
     check_config_overrides_consistency(config, config_overrides)

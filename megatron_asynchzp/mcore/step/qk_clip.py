@@ -42,13 +42,8 @@ def clip_scores(
 ) -> float:
     """Clip between two steps, as megatron.core.optimizer.qk_clip does. Collective over the world.
 
-    Args:
-        chunks: All model chunks of this rank.
-        runtimes: The engines of all chunks.
-        log_max_only: Scale no rows, neither of main parameters nor of model parameters.
-
-    Returns:
-        The largest score of this rank's heads since the last call, over the ranks with these heads.
+    Returns the largest score of this rank's heads since the last call, over the ranks with these
+    heads. log_max_only scales no rows, neither of main parameters nor of model parameters.
     """
     largest = 0.0
     clipped: list[tuple[nn.Parameter, _Clip, Any, torch.Tensor]] = []
@@ -64,11 +59,9 @@ def clip_scores(
 def _largest_scores(
     chunks: Sequence[nn.Module], device: torch.device
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each attention with its heads' largest scores (fp32) over all ranks. Collective.
-
-    A rank without a micro-batch takes part without scores: the others wait for it, and it holds a
-    part of the rows that they clip.
-    """
+    """Yield each attention with its heads' largest scores (fp32) over all ranks. Collective."""
+    # A rank without a micro-batch takes part without scores: the others wait for it, and it holds a
+    # part of the rows that they clip.
     attentions = list(_attentions(chunks))
     if not attentions:
         return

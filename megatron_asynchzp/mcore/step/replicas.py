@@ -25,17 +25,10 @@ def compare_replicas(
     moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]],
     step: int,
 ) -> None:
-    """Compare parameter shards, main parameters and the moments. Collective over the world.
+    """Compare parameter shards, main parameters and moments, between two steps. Collective.
 
-    Called between two steps. Replicas exchange 16 bytes per state and unit.
-
-    Args:
-        runtimes: The engines of this rank.
-        moments_of: Returns the moments of a trained unit, each 1-D, in a fixed order.
-        step: The last step, for the message.
-
-    Raises:
-        ReplicasDiffer: On all ranks, with one message.
+    Replicas exchange 16 bytes per state and unit. Raises ReplicasDiffer on all ranks, with one
+    message, which names the last `step`. moments_of: each 1-D, in a fixed order.
     """
     # Imported here, because a launch needs ReplicasDiffer before it has checked Megatron.
     from megatron_asynchzp.mcore.start.units import units_by_groups

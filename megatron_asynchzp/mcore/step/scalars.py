@@ -44,7 +44,6 @@ def scalars_of(communication: Communication, report: CommReport) -> dict[str, fl
 def nbytes_at_rest(communication: Communication) -> int:
     from megatron_asynchzp.mcore.start.state_bytes import state_nbytes_allocated
 
-    units = [unit for runtime in communication.runtimes for unit in runtime.units]
     settings = Run.current_settings()
     moments = MomentBytes() if settings is None else settings.moment_nbytes
-    return sum(state_nbytes_allocated(units, moments).values())
+    return sum(state_nbytes_allocated(communication.units, moments).values())

@@ -51,12 +51,10 @@ _Params = list[nn.Parameter]
 
 
 def _needs(plan: Any, model: Any) -> Iterator[tuple[Any, _Params, _Params, _Params]]:
-    """Yield each node that computes with parameters, and three lists of parameters.
-
-    First, the parameters that it computes with. Second, those with which another stream computes
-    later in its layer; autograd waits for their gradients, which are complete on the compute
-    stream. Third, those with which its backward recomputes the output of an earlier node.
-    """
+    """Yield each node that computes with parameters, and three lists of parameters."""
+    # First, the parameters that it computes with. Second, those with which another stream computes
+    # later in its layer; autograd waits for their gradients, which are complete on the compute
+    # stream. Third, those with which its backward recomputes the output of an earlier node.
     embedding = _params(getattr(model, "embedding", None))
     final_norm = _params(model.decoder.final_layernorm)
     if model.pre_process:
@@ -120,10 +118,7 @@ class _Completion:
 
 @contextmanager
 def keeping_late_grads(modules: Iterable[Any], kept: set[nn.Parameter]) -> Iterator[None]:
-    """Copy late weight gradients to main_grad within a graph while it is captured.
-
-    A replay gives them to no parameter. `kept` gets their parameters.
-    """
+    """Copy late gradients, which a replay gives to no parameter, to main_grad; note which."""
     late = [module for module in modules if getattr(module, "need_backward_dw", bool)()]
     for module in late:
         module.backward_dw = partial(_compute_and_keep, module, module.backward_dw, kept)

@@ -54,10 +54,7 @@ def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each whole parameter of a chunk with its name; memory holds a unit at a time.
-
-    Collective over every sharding group, between two steps.
-    """
+    """Yield each whole parameter with its name, a unit at a time, between steps. Collective."""
     runtime.settle()
     for unit in runtime.units:
         yield from _named(unit, whole_unit(unit))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.mcore.checkpoint import save_ranks
 from megatron_asynchzp.mcore.checkpoint.save_ranks import joined_along
 from scripts.testbed.megatron_flags import BF16
@@ -49,8 +50,9 @@ def test_each_rank_that_joins_along_several_axes_writes_as_many_runs_as_the_othe
     ranks = list(product(*map(range, factors)))
     written = []
     for coordinates in ranks:
+        unit: Any = SimpleNamespace(optim_range=Range(0, 3))
         runs: list[Any] = [
-            save_ranks._Run(None, f"run {n}", torch.float32, (), 3, n, lambda *_: None)  # pyright: ignore
+            save_ranks._Run(unit, f"run {n}", torch.float32, (), 3, n, ())
             for n in range(2 * len(ranks))
         ]
         for coordinate, factor in zip(coordinates, factors, strict=True):
