@@ -54,7 +54,8 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
         if not _is_number(size, int) or (size < 1 and size != -1):
             yield f"zero_optimization.{key}: not a number of ranks"
     for key in (*_BATCH, "gradient_clipping"):
-        value, kinds = config.get(key), (int,) if key in _BATCH else (int, float)
+        value: Any = config.get(key)
+        kinds = (int,) if key in _BATCH else (int, float)
         least = int(key in _BATCH)
         if _is_given(value) and not (_is_number(value, *kinds) and value >= least):
             yield f"{key}: not a number of at least {least}: {value}"

@@ -8,10 +8,10 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39109,
-    "docstring words": 36931,
-    "docstring lines": 3617,
-    "raise ConfigurationError": 289,
+    "lines": 38489,
+    "docstring words": 34799,
+    "docstring lines": 3232,
+    "raise ConfigurationError": 256,
     "context variables": 3,
     "assignments of __class__": 9,
     "reads of stack frames": 3,

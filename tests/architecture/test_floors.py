@@ -30,8 +30,8 @@ FLOORS = {
 BUDGETS = {
     "attention": 2176,
     "checkpoint_files": 1568,
-    "commands": 3217,
-    "cpu_platform": 978,
+    "commands": 3131,
+    "cpu_platform": 925,
     "engine, beside its rooms": 286,
     "engine/at_rest": 746,
     "engine/comm": 2211,
@@ -40,8 +40,8 @@ BUDGETS = {
     "engine/zero": 4487,
     "hf": 2601,
     "library": 2642,
-    "mcore": 10838,
-    "planner": 4136,
+    "mcore": 10470,
+    "planner": 4023,
     "beside the rooms": 699,
 }
 # Within the library.
