@@ -908,7 +908,7 @@ REFUSED: dict[str, list[Refusal]] = {
     ],
     "`get_optimizer_state_dict`, `get_state_dict`": [
         (lambda s: get_optimizer_state_dict(s.model, s.optimizer), "sharded.state_dict"),
-        (optimizer_and_model, "sharded.state_dict.. has model and optimizer"),
+        (optimizer_and_model, "sharded.state_dict.., which has model and optimizer"),
     ],
     "`torch.save(optimizer)`, a copy of it": [
         (lambda s: torch.save(s.optimizer, "/dev/null"), "cannot be copied or pickled"),
