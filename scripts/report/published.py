@@ -46,6 +46,7 @@ RECORDED = {
     "peaks": "peaks",
     "planner testbed": "planner_testbed",
     "scale": "scale",
+    "sub samples": "sub_samples",
     "versions": "versions",
     "versions checkpoints": "versions",
 }

@@ -22,7 +22,7 @@ EXPECTED = {
     *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon", "compare_pipelines", "unequal_lengths", "weight_deltas"),
     *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes", "scale"),
-    *("offload", "graph_host_cost", "overlap"),
+    *("offload", "graph_host_cost", "overlap", "sub_samples"),
 }
 
 

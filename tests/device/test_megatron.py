@@ -26,6 +26,7 @@ from scripts.testbed.megatron_flags import (
 from scripts.testbed.megatron_runs import Steps, gpt_args, on_device, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
+from tests.mcore import test_hybrid_context_parallel as hybrid
 from tests.support.journal import Attempt, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +119,27 @@ def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
         assert found == expected if layout.is_gloos else are_close(found, expected)
     for index, law in enumerate(laws, 1):
         assert seen[2 * index : 2 * index + 2] == [stock, ours], str(law)
+
+
+def _sub_samples_under(laws: list[Delays], line: list[str]) -> list[Steps]:
+    from scripts.testbed.device import inside
+
+    results = []
+    for law in laws:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        with on_device():
+            results.append(hybrid.run(line).losses_and_norms)
+    return results
+
+
+@pytest.mark.slow
+def test_sub_samples_on_their_own_ranks_have_the_same_bits_under_four_laws(worlds: DeviceWorlds):
+    line = [*hybrid.BASE, *hybrid.HYBRID, *hybrid.ROPE, "--train-iters", "3"]
+    laws = [Delays(), *(Delays(law, 1) for law in LAW_NAMES[1:5])]
+    line += size_flags((1, 2, 4))
+    first, *others = worlds.run(_sub_samples_under, 4, laws, line, timeout_s=800)[0]
+    assert len(others) == 4 and others == [first] * 4
+    assert are_close(first, run_ranks(hybrid.run, 4, line, timeout_s=300)[0].losses_and_norms)
 
 
 @pytest.mark.slow

@@ -155,3 +155,13 @@ def test_a_run_that_trains_other_parameters_than_the_adapters_of_its_flags_is_re
         assert "leave the flags out" in line and "\n" not in line
     nothing_described = replace(run, config=AsyncHZPConfig())
     planned.refuse_other_adapters(args, nothing_described, 0, 12345)
+
+
+def test_sub_samples_are_counted_as_if_they_filled_what_a_rank_takes_at_most():
+    """8 samples of 64 tokens over 4 ranks are 128 tokens a rank: 8 times 16."""
+    batch, sample = {"micro_batch_size": 2, "global_batch_size": 8}, {"seq_length": 64}
+    ranks = {"data_parallel_size": 2, "context_parallel_size": 2}
+    hybrid = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16}
+    counted = planned.batch_of(Namespace(**batch, **sample, **ranks, **hybrid))
+    assert counted.tokens / ranks["context_parallel_size"] == 16
+    assert counted.num_micro_batches == 8

@@ -113,29 +113,36 @@ class PasaAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         mask_type = attn_mask_type or self.attn_mask_type
-        packed = packed_seq_params
+        packed, cp_group = packed_seq_params, self.cp_group
         if packed is not None and packed.qkv_format != "thd":
             packed = None
-        raise_first(self._faults(mask_type, attention_bias, packed))
+        if packed is not None and packed.local_cp_size is not None:  # --hybrid-context-parallel
+            cp_group = packed.cp_group
+        raise_first(self._faults(mask_type, attention_bias, packed, cp_group))
         if packed is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # batch of one
+        if cp_group is not None:
+            key, value = (_gather(x, cp_group) for x in (key, value))
+            mask = self._chunked_mask(query, key, mask_type, cp_group)
+        elif packed is not None:
             mask = self._packed_mask(query, key, mask_type, packed)
-        elif self.cp_group is not None:
-            key, value = (_gather(x, self.cp_group) for x in (key, value))
-            mask = self._chunked_mask(query, key, mask_type, self.cp_group)
         else:
             mask = self._mask(query, key, mask_type, attention_mask)
         output = self._attend(query, key, value, mask)
         return output if packed is None else output.squeeze(1)
 
     def _faults(
-        self, mask_type: AttnMaskType, bias: torch.Tensor | None, packed: PackedSeqParams | None
+        self,
+        mask_type: AttnMaskType,
+        bias: torch.Tensor | None,
+        packed: PackedSeqParams | None,
+        cp_group: dist.ProcessGroup | None,
     ) -> Iterator[str]:
         if bias is not None:
             yield "--use-pasa-attention does not support an attention bias; drop the flag"
-        if self.cp_group is None:
+        if cp_group is None:
             return
-        if packed is not None:
+        if packed is not None and (packed.local_cp_size is None or len(packed.cu_seqlens_q) > 2):
             yield (
                 "packed sequences with --context-parallel-size above 1 are not supported with "
                 "--use-pasa-attention; use one of the two"

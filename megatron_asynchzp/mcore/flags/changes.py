@@ -266,6 +266,7 @@ BESIDE_OVERLAP: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("captured layers and --mtp-num-layers", lambda s: captures_layers(s) and s.mtp_num_layers),
     ("--fp16", lambda s: s.fp16),
     ("--context-parallel-size", lambda s: s.context_parallel_size > 1),
+    ("--hybrid-context-parallel", lambda s: s.hybrid_context_parallel),
     ("--moe-token-dispatcher-type flex", lambda s: s.moe_token_dispatcher_type == "flex"),
     ("--moe-latent-size", lambda s: s.moe_latent_size),
     ("--hybrid-layer-pattern", lambda s: s.hybrid_layer_pattern),

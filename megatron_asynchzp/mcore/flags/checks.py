@@ -95,6 +95,8 @@ def faults_of_sizes(args: Namespace) -> Iterator[str]:
                 f"{args.world_size} ranks are not a multiple of {flags} = {size}; start {needed} "
                 "ranks or a multiple of it"
             )
+    if args.hybrid_context_parallel:
+        yield from _faults_of_sub_samples(args, args.world_size // (tensor * pipeline))
     ranks = args.world_size // prod(layers.values())
     micro, batch = args.micro_batch_size, args.global_batch_size
     eval_micro, eval_batch = args.eval_micro_batch_size, args.eval_global_batch_size
@@ -110,6 +112,22 @@ def faults_of_sizes(args: Namespace) -> Iterator[str]:
                 f"--{name}-batch-size {whole} is not a multiple of --{per}-batch-size {part} x "
                 f"{ranks} data-parallel ranks; use a multiple of {part * ranks}"
             )
+
+
+def _faults_of_sub_samples(args: Namespace, ranks: int) -> Iterator[str]:
+    flag, longest = "--hybrid-context-parallel", args.max_seqlen_per_dp_cp_rank
+    if ranks < 2 or ranks & (ranks - 1):
+        yield (
+            f"{flag} with {ranks} data x context parallel ranks: Megatron has groups of 2, 4, 8 "
+            "and so on; start as many ranks"
+        )
+    if not longest:
+        yield f"{flag}: add --max-seqlen-per-dp-cp-rank TOKENS"
+    elif args.seq_length and args.seq_length > longest * ranks:
+        yield (
+            f"{flag} with --max-seqlen-per-dp-cp-rank {longest}: {ranks} ranks hold no sub-sample "
+            f"of --seq-length {args.seq_length}; give {-(-args.seq_length // ranks)} or more"
+        )
 
 
 def faults_of_dtypes(args: Namespace) -> Iterator[str]:

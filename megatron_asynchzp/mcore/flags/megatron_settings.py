@@ -83,6 +83,13 @@ def pads_experts(settings: Any) -> bool:
     return bool(has_capacity) and settings.moe_token_dispatcher_type == "alltoall"
 
 
+def balances_experts(settings: Any) -> bool:
+    """Whether the router learns from the tokens of each expert, by a loss or by a bias."""
+    coefficients = settings.moe_aux_loss_coeff, settings.moe_z_loss_coeff
+    by_loss = any(any(c) if isinstance(c, list) else c for c in coefficients)
+    return by_loss or bool(settings.moe_router_enable_expert_bias)
+
+
 def has_experts_alone(settings: Any) -> bool:
     """Whether each layer has experts, and one micro-batch at a time is before its backward."""
     frequency = settings.moe_layer_freq

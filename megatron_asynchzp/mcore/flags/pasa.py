@@ -147,7 +147,6 @@ PASA_REFUSALS: tuple[Rule, ...] = (
     *_because(
         "keys are gathered over the whole context-parallel group",
         "use --context-parallel-size alone",
-        "--hybrid-context-parallel",
         "--hierarchical-context-parallel-sizes 2 2",
     ),
     *_because(

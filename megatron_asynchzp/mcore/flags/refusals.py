@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_asynchzp.mcore.flags.megatron_settings import (
+    balances_experts,
     captures,
     captures_layers,
     has_own_graphs,
@@ -302,10 +303,50 @@ REFUSALS: tuple[Rule, ...] = (
         "--mtp-detach-heads",
     ),
     *because(
-        "ranks of one sharding group would run different numbers of micro-batches, and each of "
-        "them gathers and reduces",
-        _DROP_BOTH,
-        "--hybrid-context-parallel",
+        "these layers do not follow the ranks of a sub-sample",
+        "leave one of the two out",
+        refusal(
+            "--hybrid-context-parallel --mtp-num-layers 1",
+            lambda s: (
+                s.hybrid_context_parallel
+                and (
+                    s.mtp_num_layers
+                    or s.multi_latent_attention
+                    or s.experimental_attention_variant
+                    or set(s.hybrid_layer_pattern or "") - set("*-E|/")
+                )
+            ),
+            "with --mtp-num-layers, --multi-latent-attention, --experimental-attention-variant, or "
+            "a --hybrid-layer-pattern with more than *, - and E",
+        ),
+    ),
+    *because(
+        "fillers, the sub-samples of one token that make ranks even, would count",
+        "use --moe-router-load-balancing-type none without --moe-z-loss-coeff and "
+        "--moe-router-enable-expert-bias",
+        refusal(
+            "--hybrid-context-parallel --num-experts 4 --moe-aux-loss-coeff 0.01",
+            lambda s: s.hybrid_context_parallel and s.num_experts and balances_experts(s),
+            "with experts that are balanced by a loss or by a bias",
+        ),
+    ),
+    *because(
+        "fillers have one token, and sub-samples any number",
+        "use --bf16 without --fp8-format, --fp4-format and --cuda-graph-impl",
+        refusal(
+            "--hybrid-context-parallel --fp8-format hybrid",
+            lambda s: s.hybrid_context_parallel and (s.fp8 or s.fp4 or captures_layers(s)),
+            "with layers in FP8 or FP4, or captured ones",
+        ),
+    ),
+    *because(
+        "Megatron reads one number of samples in all steps",
+        "use one --global-batch-size",
+        refusal(
+            "--hybrid-context-parallel --step-batch-size-schedule 0:8,10:16",
+            lambda s: s.hybrid_context_parallel and s.step_batch_size_schedule,
+            "with --step-batch-size-schedule",
+        ),
     ),
     refusal(
         "--num-experts 4 --tensor-model-parallel-size 2",

@@ -9,9 +9,10 @@ from megatron_asynchzp.mcore.patches import (
     model,
     offloading,
     process,
+    sub_samples,
     whole_tensors,
 )
 from megatron_asynchzp.mcore.patches.patch import Patch
 
-_MODULES = (arguments, datasets, model, process, offloading, whole_tensors, checkpoint)
+_MODULES = (arguments, datasets, model, process, offloading, sub_samples, whole_tensors, checkpoint)
 PATCHES = tuple(it for module in _MODULES for it in vars(module).values() if isinstance(it, Patch))

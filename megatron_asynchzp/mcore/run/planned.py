@@ -418,6 +418,10 @@ def _laid_out(layout: str) -> tuple[int, ...]:
 def batch_of(args: Any) -> Batch:
     replicas = args.data_parallel_size * args.micro_batch_size
     number = max(1, (args.global_batch_size or replicas) // replicas)
+    if args.hybrid_context_parallel:  # as if sub-samples filled what a rank takes at most
+        longest = args.max_seqlen_per_dp_cp_rank * args.context_parallel_size
+        number = -(-number * args.micro_batch_size * args.seq_length // longest)
+        return Batch(1, longest, number)
     return Batch(args.micro_batch_size, args.seq_length, number)
 
 

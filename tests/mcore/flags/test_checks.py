@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is checked before Megatron builds anything."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -190,3 +191,21 @@ def test_a_process_that_nothing_made_a_rank_is_refused_naming_what_it_lacks(
     monkeypatch.delenv(name)
     with pytest.raises(ConfigurationError, match=f"^{name} not set: .* asynchzp launch"):
         checks.check_is_rank()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "fault"),
+    [
+        (8, "", ""),
+        (16, "--tensor-model-parallel-size 2 --context-parallel-size 2", ""),
+        (6, "", "with 6 data x context parallel ranks: .* start as many ranks$"),
+        (2, "--tensor-model-parallel-size 2", "with 1 data x context parallel ranks"),
+        (2, "", "-rank 16: 2 ranks hold no sub-sample of --seq-length 64; give 32 or more$"),
+        (8, "--max-seqlen-per-dp-cp-rank 0", "add --max-seqlen-per-dp-cp-rank TOKENS$"),
+    ],
+)
+def test_sub_samples_need_as_many_ranks_as_megatron_has_groups_for(parse, ranks, more, fault):
+    line = "--hybrid-context-parallel --seq-length 64 --max-seqlen-per-dp-cp-rank 16 "
+    faults = [*checks.faults_of_sizes(parse(f"{line} --global-batch-size 48 {more}", ranks))]
+    assert bool(fault) == bool(faults)
+    assert not fault or re.search(f"^--hybrid-context-parallel.*{fault}", faults[0])

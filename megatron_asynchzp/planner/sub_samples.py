@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The sub-samples of a step, of different lengths and on different numbers of ranks, on paper.
+
+Ranks that gather or reduce together run equally many micro-batches, so fillers follow those of a
+rank that has fewer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+
+Routes = Sequence[Sequence[Sequence[int]]]
+"""For each group of sub-samples without a barrier in it, and each rank, the numbers of its own."""
+
+
+def evened(routes: Routes, block: int) -> list[list[list[int]]]:
+    """Fill the lists of every `block` consecutive ranks to their longest.
+
+    Each filler has a number of its own, below 0. No list of the last group stays empty, because
+    each rank reduces after the last sub-sample of that group.
+    """
+    fillers = count(-1, -1)
+    filled: list[list[list[int]]] = []
+    for group in routes:
+        least = 1 if len(filled) == len(routes) - 1 else 0
+        lists = []
+        for rank, mine in enumerate(group):
+            first = rank - rank % block
+            longest = max(least, *map(len, group[first : first + block]))
+            lists.append([*mine, *islice(fillers, longest - len(mine))])
+        filled.append(lists)
+    return filled
+
+
+@dataclass(frozen=True)
+class RoutedStep:
+    """A step whose sub-samples go along `routes`.
+
+    Args:
+        lengths: The tokens of each sub-sample, by number.
+        block: The ranks that gather or reduce together, consecutive.
+        micro_batch_s: Returns the seconds of a micro-batch of so many tokens on so many ranks.
+    """
+
+    routes: Routes
+    lengths: Sequence[int]
+    block: int
+    micro_batch_s: Callable[[int, int], float]
+
+    @property
+    def longest(self) -> int:
+        """The micro-batches of the rank that has most."""
+        ranks = range(len(self.routes[0]))
+        filled = evened(self.routes, self.block)
+        return max(sum(len(group[rank]) for group in filled) for rank in ranks)
+
+    @property
+    def filler_share(self) -> float:
+        """The part of all micro-batches of all ranks that are fillers."""
+        groups = evened(self.routes, self.block)
+        are_fillers = [number < 0 for group in groups for own in group for number in own]
+        return sum(are_fillers) / len(are_fillers)
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of all micro-batches.
+
+        A block waits for its slowest rank in each of them, all ranks for each other after a group.
+        """
+        return sum(max(self._block_s(group)) for group in evened(self.routes, self.block))
+
+    def _block_s(self, group: Sequence[Sequence[int]]) -> Iterator[float]:
+        numbers = [number for own in group for number in own]
+        for first in range(0, len(group), self.block):
+            turns = zip(*group[first : first + self.block], strict=True)
+            yield sum(max(self._number_s(number, numbers) for number in turn) for turn in turns)
+
+    def _number_s(self, number: int, numbers: Sequence[int]) -> float:
+        tokens = self.lengths[number] if number >= 0 else 1
+        return self.micro_batch_s(tokens, numbers.count(number))
