@@ -74,9 +74,9 @@ def packed_s(sizes: ShardSizes, lengths: Sequence[int]) -> tuple[int, float]:
         if pack is None:
             packs.append(pack := [])
         pack.append(length)
-    whole, halves = (micro_batch_s(sizes, n, room // n, ranks) for n in (1, 2))
-    of_pair = (whole - halves) / (room**2 / 2)  # seconds of a pair of tokens that attend
-    times = sorted(whole - of_pair * (room**2 - sum(n * n for n in pack)) for pack in packs)
+    # As many equal sub-samples in a pack as have its pairs of tokens.
+    equal = [max(1, round(room**2 / sum(n * n for n in pack))) for pack in packs]
+    times = sorted(micro_batch_s(sizes, n, room // n, ranks) for n in equal)
     turns = RANKS // ranks
     return ranks, sum(max(times[i : i + turns]) for i in range(0, len(times), turns))
 
