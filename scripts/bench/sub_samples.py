@@ -11,6 +11,7 @@ for as many context-parallel ranks as the longest sub-sample needs.
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,9 @@ from scripts.testbed.machine import machine_record
 
 RANKS, PER_RANK, TOKENS = 32, 8192, 8 * 2**20
 MODEL = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 32, is_tied=False)
-CLUSTER = load_cluster("h100").with_ranks(RANKS)
+_H100 = load_cluster("h100").with_ranks(RANKS)
+# Context parallelism passes keys and values from rank to rank: through one network card of a node.
+CLUSTER = replace(_H100, between=replace(_H100.between, cards=1))
 _ROUND = 128  # tokens, to which a length is rounded up
 
 
