@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 38489,
-    "docstring words": 34799,
-    "docstring lines": 3232,
+    "lines": 38788,
+    "docstring words": 35040,
+    "docstring lines": 3259,
     "raise ConfigurationError": 256,
     "context variables": 3,
     "assignments of __class__": 9,
