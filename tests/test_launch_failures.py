@@ -98,31 +98,6 @@ def test_a_run_that_comes_to_its_end_leaves_no_thread_and_prints_nothing(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_second_run_that_saves_into_the_same_folder_ends_in_one_line_and_harms_nothing(tmp_path):
-    """Both with --load, as scripts have it; the first is between two saves."""
-    line = f"{_LINE} {_SIZES} --train-iters 100000 --save-interval 50 --load {tmp_path / 'runs'}"
-    line += f" --save {tmp_path / 'runs'} --exit-duration-in-mins 10"
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    first = Launch(tmp_path / "first", _SCRIPT, line, _WORLD_SIZE)
-    try:
-        first.await_text("successfully saved checkpoint from iteration      50")
-        ended = Launch(tmp_path / "second", _SCRIPT, line, _WORLD_SIZE).end(_SOON_S)
-        first.await_text("successfully saved checkpoint from iteration     200")
-        first.signal(signal.SIGINT)
-    finally:
-        first_ended = first.end(_SOON_S)
-    assert all(one.status for one in ended)
-    owner = rf"--save {tmp_path / 'runs'}: another run is saving there \(process \d+ on "
-    assert any(re.search(owner, one.text) for one in ended)
-    assert not any("lm loss" in one.text for one in ended)
-    assert all("Traceback" not in one.text for one in ended)
-    assert [one.status for one in first_ended] == [130] * _WORLD_SIZE
-    names = {path.name for path in (tmp_path / "runs").iterdir()}
-    assert {"iter_0000050", "iter_0000100", "iter_0000150", "iter_0000200"} <= names
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_ctrl_c_under_torchrun_ends_the_job_with_one_line_per_rank(tmp_path, is_edited):
     """Whether it starts the launcher or a script that imports the adaptor."""

@@ -141,13 +141,8 @@ def train_and_load(sizes: Sequence[int], dtype: torch.dtype, fractions: Sequence
         ((1, 2, 2), BF16, "groups", {"early_update": "on"}),
         ((2, 2, 2), BF16, "assigning", {}),
         slow_unless(False, (2, 2, 2), FP32, "amsgrad", {}),
-        slow_unless(False, (2, 1, 2), BF16, "AdamW", {}),
-        *(
-            slow_unless(False, sizes, dtype, name, {"kind": kind})
-            for sizes in ((1, 1, 1), (2, 2, 2), (1, 1, 2))
-            for dtype, name in ((BF16, "AdamW"), (FP32, "SGD"), (BF16, "amsgrad"))
-            for kind in ("inline", "main-thread", "threaded")
-        ),
+        slow_unless(False, (2, 1, 2), BF16, "AdamW", {"kind": "main-thread"}),
+        slow_unless(False, (1, 1, 1), FP32, "SGD", {"kind": "inline"}),
     ],
 )
 def test_losses_norms_weights_and_states_are_those_without_it(sizes, dtype, name, schedule):
@@ -157,16 +152,8 @@ def test_losses_norms_weights_and_states_are_those_without_it(sizes, dtype, name
         assert all(seen == found[0][1] for _, seen in found)
 
 
-@pytest.mark.parametrize(
-    "sizes, dtype",
-    [
-        ((1, 2, 2), BF16),
-        *(slow_unless(False, sizes, BF16) for sizes in ((1, 1, 1), (2, 2, 2), (1, 1, 2))),
-        slow_unless(False, (1, 2, 2), FP32),
-    ],
-)
-def test_weights_that_are_loaded_between_two_steps_train_as_without_it(sizes, dtype):
-    for found in run_ranks(train_and_load, 2, sizes, dtype, (0, 0.5, 1)):
+def test_weights_that_are_loaded_between_two_steps_train_as_without_it():
+    for found in run_ranks(train_and_load, 2, (1, 2, 2), BF16, (0, 0.5, 1)):
         assert found[0] == found[1] == found[2]
 
 
@@ -176,7 +163,7 @@ def save_and_load(folder: Path) -> bool:
     for fraction in (0.0, 0.7):
         sharded = new_sharded((1, 2, 2), BF16, "AdamW", fraction)
         train(sharded, [0])
-        for level in (0, 1, 2):
+        for level in (0, 2):
             if level:
                 sharded.sleep(level)
             saved.append((folder / f"{fraction}-{level}", None))

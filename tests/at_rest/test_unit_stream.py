@@ -37,7 +37,6 @@ from tests.support.toy_models import RoutedLM, ToyLM, toy_batch, toy_loss
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WORLD_SIZE = 4
-Bits = dict[str, list[int]]
 
 
 def bits_of(values: torch.Tensor) -> list[int]:
@@ -141,102 +140,6 @@ def test_a_stream_between_two_steps_has_the_main_parameters_or_what_the_model_co
     run_ranks(stream_after_steps, 2, sizes)
 
 
-def count_memory(
-    _: Network, sizes: tuple[int, int, int], receivers: tuple[int, ...] | None
-) -> None:
-    """The network takes no memory of its own, which gloo does."""
-    model = build_toy(BF16, width=256, depth=6)
-    sharded = new_sharded(sizes, model=model)
-    train_step(sharded, 0)
-    sharded.mark_weights("start")
-    train_step(sharded, 1)
-    sharded.runtime.settle()
-    nbytes = sorted(unit.gathered_nbytes for unit in sharded.runtime.units)
-    largest = max(param.numel() for param in model.parameters())
-    gets_all = receivers is None or dist.get_rank() in receivers
-    two_axes = sizes[1] < sizes[0] and receivers is not None
-    # Parts that are passed on along the inner axis.
-    bound = (sum(nbytes[-2:]) if gets_all else 0) + (nbytes[-1] // sizes[1] if two_axes else 0)
-    bound = bound if sizes[0] > 1 else 0
-    # A bit per element of two units; indices and values of one tensor, and what finds them.
-    more = sum(nbytes[-2:]) // 16 + 16 * largest
-    # Fingerprints are taken of 2^14 words at once: these, their products and weights, 8 bytes each.
-    fingerprints = 4 * 8 * 2**14
-    for streams, limit in (
-        (lambda: sharded.stream_weights(receivers=receivers), bound),
-        (lambda: sharded.stream_changes("start", receivers=receivers), bound + more),
-    ):
-        with counted_allocations() as memory:
-            before = memory.live_nbytes
-            memory.reset_peak()
-            for _value in streams():
-                pass
-            extra = memory.peak_nbytes - before
-        assert extra <= limit + fingerprints + 4096, (extra, limit, nbytes)
-        assert sizes[0] == 1 or not gets_all or extra > nbytes[-1]  # the count counts
-    sharded.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes, receivers",
-    [
-        ((4, 4, 4), None),
-        ((4, 4, 4), (1, 2)),
-        ((2, 2, 4), (0, 2)),
-        ((1, 4, 4), None),
-        ((4, 2, 4), (1,)),
-    ],
-)
-def test_a_stream_takes_the_memory_of_two_units_and_none_where_nothing_is_gathered(
-    sizes, receivers
-):
-    join = partial(join_fabric, named_profile("ethernet-1g"))
-    run_ranks(count_memory, WORLD_SIZE, sizes, receivers, join=join)
-
-
-def count_bytes(
-    network: Network, sizes: tuple[int, int, int], receivers: tuple[int, ...] | None
-) -> tuple[int, int]:
-    """Bytes that this rank sends in a stream, and those of the whole model."""
-    sharded = new_sharded(sizes)
-    whole = sum(unit.gathered_nbytes for unit in sharded.runtime.units)
-    units = list(stream_units(sharded.runtime, ()))  # nobody asks: no byte
-    assert not units
-    chosen = None if receivers is None else set(receivers)
-    before = network.counters.snapshot()
-    for _ in stream_units(sharded.runtime, chosen):
-        pass
-    sent = total(network.counters.since(before).values()).wire_nbytes
-    sharded.close()
-    return sent, whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes, receivers",
-    [
-        ((4, 4, 4), None),
-        ((4, 4, 4), (2,)),
-        ((4, 4, 4), (0, 1, 3)),
-        ((2, 2, 4), (0, 1)),
-        ((2, 2, 4), (3,)),
-        ((2, 2, 2), (0, 2)),
-        ((1, 2, 4), None),
-        ((4, 4, 4), ()),
-    ],
-)
-def test_each_byte_is_sent_once_to_each_receiver_that_lacks_it(sizes, receivers):
-    profile = named_profile("ethernet-1g")
-    counted = run_ranks(
-        count_bytes, WORLD_SIZE, sizes, receivers, join=partial(join_fabric, profile)
-    )
-    whole = counted[0][1]
-    num_receivers = WORLD_SIZE if receivers is None else len(receivers)
-    lacking = whole * (sizes[0] - 1) // sizes[0]
-    assert sum(sent for sent, _ in counted) == num_receivers * lacking
-
-
 def count_bytes_of_axes(
     network: Network, sizes: tuple[int, int, int], subsets: list[set[int]]
 ) -> list[tuple[int, int, int]]:
@@ -308,67 +211,6 @@ def small_model() -> ToyLM:
     return model
 
 
-def follow_training(
-    sizes_list: list[tuple[int, int, int]], early: str, lrs: tuple[float, ...]
-) -> None:
-    for sizes, lr in product(sizes_list, lrs):
-        sharded = new_sharded(sizes, lr=lr, early=early, model=small_model())
-        rollout, steps = Rollout(sharded), iter(range(1000))
-
-        def take(count: int, sharded=sharded, steps=steps) -> None:
-            for _ in range(count):
-                train_step(sharded, next(steps))
-
-        before = {name: value.clone() for name, value in rollout.weights.items()}
-        take(1)
-        deltas = rollout.follow()
-        differing = {
-            name: int((value.view(torch.int16) != before[name].view(torch.int16)).sum())
-            for name, value in rollout.weights.items()
-        }
-        for delta in deltas:
-            if delta.indices is not None:
-                assert delta.indices.dtype == torch.int32
-                assert delta.indices.numel() == differing[delta.name]
-        assert {delta.name for delta in deltas} == {name for name, n in differing.items() if n}
-        take(10)
-        deltas = rollout.follow()
-        dense = sum(value.nbytes for value in rollout.weights.values())
-        if lr <= 3e-6:
-            assert 0 < sum(delta.nbytes for delta in deltas) < dense / 2
-        assert rollout.follow() == []  # nothing has changed
-
-        train_step(sharded, next(steps), max_norm=1e-3)  # what was sent early is sent again
-        rollout.follow()
-
-        scaler = torch.amp.GradScaler("cpu")
-        sharded.zero_grad()
-        loss = toy_loss(sharded.model, toy_batch(next(steps), 0, dist.get_rank()))
-        scaler.scale(loss * float("inf")).backward()
-        scaler.step(sharded.optimizer)  # skips it
-        scaler.update()
-        train_step(sharded, next(steps))
-        rollout.follow()
-
-        for level in (1, 2):
-            take(1)
-            sharded.sleep(level)
-            sharded.wake()
-            take(1)
-            rollout.follow()
-        sharded.close()
-
-
-SIZES = [(1, 1, 1), (1, 2, 4), (2, 2, 4), (4, 4, 4), (2, 2, 2), (4, 1, 4), (1, 1, 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("early", ["on", "off"])
-@pytest.mark.parametrize("lrs", [(1e-6,), (3e-6,), (1e-4,)])
-def test_deltas_follow_training_bit_for_bit_through_skipped_steps_and_sleep(early, lrs):
-    run_ranks(follow_training, WORLD_SIZE, SIZES, early, lrs)
-
-
 def follow_writes(sizes: tuple[int, int, int]) -> None:
     """What writes weights otherwise than by a step."""
     sharded = new_sharded(sizes, model=small_model())
@@ -414,27 +256,6 @@ def follow_writes(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2), (1, 1, 1)])
 def test_deltas_have_what_is_loaded_or_written_between_steps(sizes):
     run_ranks(follow_writes, 2, sizes)
-
-
-def follow_fp32() -> None:
-    sharded = new_sharded((2, 2, 2), FP32)
-    rollout = Rollout(sharded)
-    train_step(sharded, 0)
-    assert all(delta.indices is None for delta in rollout.follow())
-    # Two marks, to ranks of their own, and one that is replaced.
-    sharded.mark_weights("other")
-    train_step(sharded, 1)
-    rank = dist.get_rank()
-    found = [delta.name for delta in sharded.stream_changes("other", receivers=[1])]
-    assert bool(found) is (rank == 1)
-    rollout.follow()
-    sharded.forget_mark("other")
-    sharded.close()
-
-
-@pytest.mark.slow
-def test_fp32_weights_come_whole_and_marks_know_nothing_of_each_other():
-    run_ranks(follow_fp32, 2)
 
 
 def refuse_all() -> list[str]:

@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="needs triton: pip install megatron_asynchz
 SCALE = 0.15
 # Lengths that no tile divides, over more than one block of keys that share a shift.
 MASKS = {name: mask for name, mask in masks(70, 150).items() if mask.allowed is None}
+IN_FP16 = ("causal, more queries", "causal window", "packed causal, more queries", "padding")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_in_fp32_the_kernels_are_softmax_attention_and_its_gradients(interpreted
         assert largest_error(one, true) < 1e-4 * true[true.isfinite()].abs().max()
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [slow_unless(name in IN_FP16, name) for name in MASKS])
 def test_in_fp16_the_kernels_are_as_accurate_as_the_reference(interpreted, name):
     mask = MASKS[name]
     inputs = biased(mask, torch.float16, heads=2, groups=1)

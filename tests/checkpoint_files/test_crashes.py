@@ -104,10 +104,6 @@ def test_a_complete_checkpoint_survives_and_any_moment_before_leaves_one_to_load
     assert judge(disk.lose_power(next(places))) == NEWER
 
 
-class _PowerLoss(BaseException):
-    pass
-
-
 def _left_of_removal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The files of NEWER that may be left, when the power goes after each removal of one: those
     removals that no sync has followed may be on disk or not, each for itself."""

@@ -55,7 +55,6 @@ COMMANDS = {
 
 
 # Written after what users post in public issues, for the same model.
-STAGES = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 "
 TP = "--tensor-model-parallel-size 2 "
 POSTED = {
     "--use-mcore-models --use-flash-attn --recompute-activations --lr-decay-iters 320000 --min-lr "
@@ -64,13 +63,9 @@ POSTED = {
     "--pipeline-model-parallel-size 2 --sequence-parallel": "no",
     TP + "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --sequence-parallel "
     "--ckpt-format fsdp_dtensor --overlap-grad-reduce --use-distributed-optimizer": "yes",
-    "--num-layers 6 --use-distributed-optimizer " + STAGES: "no",
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
     "--use-distributed-optimizer --overlap-grad-reduce "
     "--accumulate-allreduce-grads-in-fp32": "yes",
-    "--use-torch-fsdp2 --ckpt-format torch_dcp": "yes",
-    EXPERTS + TP + "--use-distributed-optimizer": "no",
-    "--num-layers 4 --global-batch-size 6 " + STAGES: "no",
     EXPERTS + "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "yes",
     "--lr-warmup-iters 2000 --use-distributed-optimizer": "no",

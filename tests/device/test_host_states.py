@@ -18,8 +18,6 @@ from megatron_asynchzp.engine.sharding.in_flight import room_nbytes
 from megatron_asynchzp.engine.sharding.value_hash import forget_weights
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import gpt_args
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import CLIP, device_of_rank, is_emulated, new_adamw, new_toy
 from tests.support.selection import slow_unless
@@ -154,20 +152,3 @@ def test_on_the_device_it_takes_two_places_for_the_largest_unit_from_the_first_s
             expected = without[0] + room - states * sum(numels)
             assert len(set(allocated)) == 1
             assert allocated[0] == pytest.approx(expected, rel=0.01)
-
-
-def pretrain_with_and_without(argv: list[str], laws: list[Delays]) -> list[Any]:
-    from tests.device.test_megatron import pretrain_each
-
-    offload = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.6"]
-    return [pretrain_each([[*argv, *more]], laws) for more in ([], offload)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--bf16"], ["--fp16", "--log-params-norm"], []])
-def test_of_megatrons_runs_under_delays_no_bit_is_other_than_without_it(
-    worlds: DeviceWorlds, flags: list[str]
-):
-    argv = gpt_args("--train-iters", "4", *size_flags((1, 2, 2)), *flags)
-    for without, with_it in worlds.run(pretrain_with_and_without, 2, argv, FEW, timeout_s=500):
-        assert with_it == without

@@ -143,25 +143,6 @@ def test_sub_samples_on_their_own_ranks_have_the_same_bits_under_four_laws(world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAW_NAMES[1:])
-@pytest.mark.parametrize("name", ["data", "tensor"])
-def test_megatron_on_cuda_has_the_same_bits_with_20_seeds_of_every_law(
-    worlds: DeviceWorlds, name: str, law: str
-):
-    layout, delays = LAYOUTS[name], [Delays(law, seed) for seed in range(20)]
-    line = [*gpt_args("--train-iters", "3", *layout.flags), *size_flags(layout.sizes)]
-    first, *others = worlds.run(
-        pretrain_each,
-        layout.world_size,
-        [line],
-        [Delays(), *delays],
-        timeout_s=1500,
-        env=layout.env,
-    )[0]
-    assert [str(law) for law, seen in zip(delays, others, strict=True) if seen != first] == []
-
-
-@pytest.mark.slow
 def test_stocks_distributed_optimizer_and_megatron_fsdp_train_on_cuda_as_stock_ddp_on_gloo(
     worlds: DeviceWorlds,
 ):

@@ -123,11 +123,6 @@ def test_whole_layers_keep_their_bits_in_each_choice_of_shards(te_worlds: Device
     compare(te_worlds, ["--bf16"], sizes)
 
 
-def test_the_bits_are_the_same_under_every_law_of_delay(te_worlds: DeviceWorlds):
-    laws = [Delays(law, seed) for seed, law in enumerate(LAWS) if law != "none"]
-    compare(te_worlds, ["--bf16"], (2, 2, 2), laws)
-
-
 @pytest.mark.parametrize("impl", [TE, OWN])
 def test_a_run_goes_on_from_a_checkpoint_with_the_bits_of_the_whole_one(
     te_worlds: DeviceWorlds, tmp_path: Path, impl: str
@@ -206,34 +201,7 @@ def test_layers_that_compute_in_fp8_and_fp4_keep_their_bits(te_worlds: DeviceWor
     compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe))
 
 
-def test_interleaved_pipelines_keep_their_bits(te_worlds: DeviceWorlds):
-    interleaved = ["--num-layers", "4", *PIPELINE_PARALLEL]
-    interleaved += ["--num-layers-per-virtual-pipeline-stage", "1"]
-    compare(te_worlds, ["--bf16", *interleaved], (2, 2, 2), num_ranks=4)
-
-
 # ---- Megatron's own
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 2, 2)])
-def test_megatrons_own_graphs_keep_the_bits_in_each_choice_of_shards(
-    te_worlds: DeviceWorlds, sizes
-):
-    compare(te_worlds, ["--bf16"], sizes, [Delays("uniform", sum(sizes))], impl=OWN)
-
-
-def test_megatrons_own_graphs_keep_the_bits_on_four_ranks(te_worlds: DeviceWorlds):
-    compare(te_worlds, ["--bf16"], (2, 2, 4), [Delays("slow-rank", 1)], 4, impl=OWN)
-
-
-@pytest.mark.parametrize("law", [law for law in LAWS if law != "none"])
-def test_megatrons_own_graphs_keep_the_bits_under_twenty_seeds_of_a_law(
-    te_worlds: DeviceWorlds, law: str
-):
-    """Five at a time, beside a run without graphs each."""
-    for first in range(0, 20, 5):
-        laws = [Delays(law, seed) for seed in range(first, first + 5)]
-        compare(te_worlds, ["--bf16", "--num-layers", "3"], (2, 2, 2), laws, impl=OWN)
 
 
 DROPOUT_AND_EVALUATION = [*FORMS["dropout"], *FORMS["evaluation"]]

@@ -166,12 +166,6 @@ def split() -> tuple[int, int, list[float]]:
     return dist.get_rank(part), dist.get_world_size(part), value.tolist()
 
 
-def test_a_split_makes_a_communicator_of_each_color_and_none_without_one(worlds: DeviceWorlds):
-    """ "Ranks which pass the same color value will be part of the same group" (ncclCommSplit)."""
-    ranks = worlds.run(split, 4)
-    assert ranks == [(0, 0, [0.0] * 3), (0, 2, [4.0] * 3), (0, 1, [2.0] * 3), (1, 2, [4.0] * 3)]
-
-
 def race(num_launches: int) -> None:
     """Two threads launch at once, until one of them has an error."""
     sys.setswitchinterval(1e-5)  # on a busy machine too they meet
@@ -209,22 +203,6 @@ def test_two_threads_that_launch_at_once_are_an_error_with_implicit_order_only(
     with pytest.raises(DeviceFailure) as without:
         worlds.run(race, 1, 200, env=AT_ONCE, timeout_s=60)
     assert "racing" not in str(without.value)
-
-
-def leave_one_out() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    value = torch.ones(3, device=device_of_rank())
-    dist.all_reduce(value, group=group)
-    torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        dist.all_reduce(value, group=group)
-    torch.cuda.synchronize()
-    dist.barrier()
-
-
-def test_torchs_own_watchdog_ends_a_collective_in_which_a_rank_is_missing(worlds: DeviceWorlds):
-    with pytest.raises(DeviceFailure, match="Watchdog caught collective operation timeout"):
-        worlds.run(leave_one_out, 2, env=AT_ONCE, timeout_s=60)
 
 
 def cross_launches(seconds: float) -> list[float]:

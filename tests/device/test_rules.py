@@ -3,8 +3,6 @@
 """Rules of CUDA that tests on the emulated device rely on; the sources cite them."""
 
 import ctypes
-import os
-import time
 import warnings
 
 import torch
@@ -79,52 +77,6 @@ def test_an_event_is_what_its_stream_had_when_it_was_recorded(worlds: DeviceWorl
         assert worlds.run(events, 1, delays=delays) == [[True, False, True, True, True]]
 
 
-def random_numbers() -> dict[str, bool]:
-    from scripts.testbed.device import inside
-
-    device, numbers = device_of_rank(), []
-    torch.manual_seed(3)
-    on_host = torch.rand(5)
-    torch.manual_seed(3)
-    before = torch.cuda.get_rng_state()
-    for _ in range(2):
-        torch.cuda.set_rng_state(before)
-        drawn = torch.rand(5, device=device), torch.empty(5, device=device).normal_()
-        own = torch.Generator(device).manual_seed(3)
-        dropped = torch.nn.functional.dropout(torch.ones(64, device=device))
-        numbers.append(torch.cat([*drawn, torch.rand(5, device=device, generator=own), dropped]))
-    first, again = (one.cpu() for one in numbers)
-    torch.cuda.manual_seed(4)
-    return {
-        "again": torch.equal(first, again),
-        "move on": not torch.equal(first[:5], torch.rand(5, device=device).cpu()),
-        "the host's stay": torch.equal(torch.rand(5), on_host),
-        "seeded": not torch.equal(torch.rand(5, device=device).cpu(), first[:5]),
-        "do not wait": set(inside.waited()) <= {"aten::native_dropout"},
-    }
-
-
-def test_random_numbers_follow_from_the_state_of_the_devices_generator(worlds: DeviceWorlds):
-    """CUDAGeneratorImpl.h: a launch takes seed and offset, and the offset moves on."""
-    for delays in (Delays("uniform"), Delays("on-demand")):
-        [seen] = worlds.run(random_numbers, 1, delays=delays)
-        assert [what for what, holds in seen.items() if not holds] == []
-
-
-def sleeps() -> tuple[float, float]:
-    start_s = time.perf_counter()
-    torch.cuda._sleep(300_000_000)
-    torch.ones(3, device=device_of_rank())
-    host_s = time.perf_counter() - start_s
-    torch.cuda.synchronize()
-    return host_s, time.perf_counter() - start_s
-
-
-def test_a_sleep_holds_its_stream_and_not_the_host(worlds: DeviceWorlds):
-    [(host_s, stream_s)] = worlds.run(sleeps, 1)
-    assert host_s < stream_s and stream_s >= 0.2  # 1.5 cycles a nanosecond
-
-
 def implicit_waits() -> list[int]:
     """Of each operation: how often torch says that it waits."""
     value = torch.arange(5.0, device=device_of_rank())
@@ -150,27 +102,3 @@ def implicit_waits() -> list[int]:
 def test_torch_says_which_operations_make_the_host_wait(worlds: DeviceWorlds):
     """torch.cuda.set_sync_debug_mode; on CUDA the same operations wait."""
     assert worlds.run(implicit_waits, 1) == [[1, 1, 1, 1, 0, 0, 0]]
-
-
-def queues_after(num_queues: str) -> bool:
-    """Whether a stream that is used later has a queue of its own."""
-    torch.zeros(1, device=device_of_rank())
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = num_queues
-    side = torch.cuda.Stream()
-    torch.cuda._sleep(300_000_000)
-    with torch.cuda.stream(side):
-        done = torch.ones(3, device=device_of_rank())
-        end = torch.cuda.Event()
-        end.record()
-    start_s = time.perf_counter()
-    end.synchronize()
-    is_beside = time.perf_counter() - start_s < 0.1
-    del done
-    return is_beside
-
-
-def test_the_number_of_hardware_queues_is_read_once_at_the_start(worlds: DeviceWorlds):
-    """Programming Guide, "CUDA Environment Variables": read when CUDA starts."""
-    for at_start, later in (("1", "32"), ("32", "1")):
-        env = {"CUDA_DEVICE_MAX_CONNECTIONS": at_start}
-        assert worlds.run(queues_after, 1, later, env=env) == [at_start == "32"]

@@ -3,15 +3,13 @@
 """A sharded model that sleeps leaves nothing on the device, by torch's allocator, and goes on with
 its bits."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import gpt_args, listening
+from scripts.testbed.megatron_runs import listening
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import CLIP, device_of_rank, is_emulated, new_adamw, new_toy
 from tests.support.toy_models import toy_batch, toy_loss
@@ -77,18 +75,3 @@ def asleep_in_megatron(argv: list[str]) -> list[tuple[int, int]]:
     with listening(begin_step, lambda _: None, setup_model_and_optimizer=built.append):
         pretrain_each([argv], [Delays()])
     return seen[1:]
-
-
-@pytest.mark.slow
-def test_what_a_sleeping_megatron_run_leaves_on_the_device_does_not_grow_with_its_model(
-    worlds: DeviceWorlds,
-):
-    """Its own: scalars of the scaler and of the log, buffers of the model."""
-    left = []
-    for layers in ("1", "4"):
-        argv = gpt_args("--num-layers", layers, "--train-iters", "5", *size_flags(SIZES), "--bf16")
-        for seen in worlds.run(asleep_in_megatron, 2, argv, timeout_s=300):
-            assert len({awake for _, awake in seen[1:]}) == 1
-            left.append({asleep for asleep, _ in seen[1:]})
-    assert all(one == left[0] and len(one) == 1 for one in left), left
-    assert max(left[0]) < 32768, left

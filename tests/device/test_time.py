@@ -72,28 +72,6 @@ def test_computations_of_two_streams_share_the_device_and_the_host_sees_what_it_
     assert after == first == host
 
 
-def copies() -> list[float]:
-    host = [torch.ones(NUMEL).pin_memory() for _ in range(4)]
-    there = [torch.ones(NUMEL, device=device_of_rank()) for _ in range(4)]
-    torch.cuda.synchronize()
-    clock = Clock(host_gbit=1.0)
-    for index, (one, other) in enumerate(zip(host, there, strict=True)):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            to, given = (one, other) if index == 3 else (other, one)
-            to.copy_(given, non_blocking=True)
-            clock.mark()
-    clock.compute(0.1)
-    clock.mark()
-    return clock.marks()
-
-
-def test_copies_over_the_hosts_link_come_one_after_another_each_way_and_beside_all_else(
-    worlds: DeviceWorlds,
-):
-    [[*into, out, computed]] = worlds.run(copies, 1)
-    assert sorted(into) == [0.2, 0.4, 0.6] and out == 0.2 and computed == 0.1
-
-
 def overlapping() -> list[float]:
     """A collective beside computation, and then one whose end a third stream waits for."""
     values = [torch.ones(NUMEL, device=device_of_rank()) for _ in range(2)]

@@ -9,20 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
-from scripts.testbed.ranks import run_ranks
-from tests.device.programs import device_of_rank, train_torch_under
-
-
-@pytest.mark.slow  # fast for the engine in test_engine.py, and for both on the fabric
-def test_fsdp2_and_ddp_have_their_bits_of_gloo_under_every_law_of_delay(worlds: DeviceWorlds):
-    laws = [Delays(law, seed) for seed, law in enumerate(LAWS)]
-    [expected] = run_ranks(train_torch_under, 2, [])[0]
-    late = {"ASYNCHZP_DEVICE_FREES": "late"}  # FSDP2 orders a stream when it reuses what it freed
-    ranks = worlds.run(train_torch_under, 2, laws, env=late)
-    for delays, seen in zip(laws, ranks[0], strict=True):
-        assert seen == expected, str(delays)
+from tests.device.programs import device_of_rank
 
 
 def read_freed_memory() -> tuple[bool, bool]:
@@ -46,10 +35,6 @@ def read_freed_memory() -> tuple[bool, bool]:
 def test_freed_memory_is_poison_unless_record_stream_holds_it(worlds: DeviceWorlds):
     delays = Delays("slow-stream", seed=1, longest_us=20_000)  # stream 1 is the side stream
     assert worlds.run(read_freed_memory, 1, delays=delays, watches=False) == [(True, False)]
-
-
-def mix_devices() -> None:
-    torch.ones(3, device=device_of_rank()).add(torch.ones(3))
 
 
 def launch_what_nothing_stands_for() -> None:
@@ -79,8 +64,3 @@ def differ() -> None:
 def test_what_is_not_emulated_ends_in_one_line(worlds: DeviceWorlds, fn, world_size, line):
     with pytest.raises(DeviceFailure, match=rf"emulated device: {line}"):
         worlds.run(fn, world_size, timeout_s=60)
-
-
-def test_tensors_on_two_devices_are_refused_as_on_cuda(worlds: DeviceWorlds):
-    with pytest.raises(DeviceFailure, match="all tensors to be on the same device"):
-        worlds.run(mix_devices, 1, timeout_s=60)

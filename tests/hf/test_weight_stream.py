@@ -7,7 +7,7 @@ pipeline and expert parallelism; tests/hf/test_one_stream.py has what it takes o
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_asynchzp import (
-    apply_delta,
-    forget_mark,
-    mark_weights,
-    save_hf,
-    stream_changes,
-    stream_weights,
-)
+from megatron_asynchzp import save_hf, stream_weights
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.mapping import jobs_in_order_of_use
 from megatron_asynchzp.hf.shape import ModelShape
@@ -266,109 +259,3 @@ def test_a_model_is_saved_in_the_very_files_of_an_export(name, found):
     )
     for file in exported.iterdir():
         assert (saved / file.name).read_bytes() == file.read_bytes(), file.name
-
-
-# ---- what changed
-
-_STEPS = 10
-
-
-def _changing(case: Case, learning_rate: float) -> tuple[Case, float]:
-    return replace(case, flags=(*case.flags, "--lr-decay-style", "constant")), learning_rate
-
-
-# fmt: off
-CHANGING: dict[str, tuple[Case, float]] = {
-    "llama, data parallel, 1e-6": _changing(CASES["llama, grouped, untied, data parallel"], 1e-6),
-    "llama, TP 2, PP 2, 3e-6": _changing(CASES["llama, tied, TP 2, PP 2"], 3e-6),
-    "llama, PP 2, attention is frozen, 3e-6": _changing(
-        CASES["llama, untied, PP 2, attention is frozen"], 3e-6),
-    "gpt2, PP 2 interleaved, to ranks 1 and 2, 1e-4": _changing(
-        Case((*_INTERLEAVED, *BF16), (2, 1, 2), receivers=(1, 2)), 1e-4),
-    "mixtral, EP 2, 1e-6": _changing(CASES["mixtral, untied, EP 2"], 1e-6),
-    "qwen3_moe, TP 2, EP 2, to rank 3, 3e-6": _changing(
-        replace(CASES["qwen3_moe, untied, TP 2, EP 2"], receivers=(3,)), 3e-6),
-    "qwen2, PP 2, fp32, 1e-6": _changing(
-        replace(CASES["qwen2, untied, PP 2, as bf16"], dtype=None), 1e-6),
-}
-# fmt: on
-
-
-@dataclass
-class Changes:
-    """By number of steps since the mark: names whose bits differ after the delta was applied; and
-    bytes of the delta and of all tensors.
-    """
-
-    wrong: dict[int, list[str]] = field(default_factory=dict)
-    nbytes: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-
-def train_and_apply(cases: dict[str, tuple[Case, float]]) -> dict[str, Changes]:
-    """Body of a rank."""
-    return {name: _train_and_apply(*case) for name, case in cases.items()}
-
-
-def _train_and_apply(case: Case, learning_rate: float) -> Changes:
-    rate = ["--lr", str(learning_rate), "--min-lr", str(learning_rate), "--lr-warmup-iters", "0"]
-    steps = ["--train-iters", str(_STEPS)]
-    argv = gpt_args(*_VOCABULARY, *case.flags, *rate, *steps, *size_flags(case.sizes))
-    model, copy, found = list[Any](), dict[str, torch.Tensor](), Changes()
-    num_begun = 0
-
-    def taken() -> dict[str, torch.Tensor]:
-        return {
-            name: tensor.clone() for name, tensor in stream_weights(model, receivers=case.receivers)
-        }
-
-    def compare(num_steps: int) -> None:
-        here = {name: tensor.clone() for name, tensor in copy.items()}
-        nbytes = 0
-        for delta in stream_changes(model, "start", receivers=case.receivers):
-            nbytes += delta.nbytes
-            apply_delta(here, delta)
-        now = taken()
-        assert here.keys() == now.keys()
-        found.wrong[num_steps] = [n for n in now if digest(here[n]) != digest(now[n])]
-        found.nbytes[num_steps] = nbytes, sum(tensor.nbytes for tensor in now.values())
-
-    def begin_step() -> None:
-        nonlocal num_begun
-        if num_begun == 0:
-            mark_weights(model, "start")
-            copy.update(taken())
-        elif num_begun == 1:
-            compare(1)
-        num_begun += 1
-
-    def inspect(*_: Any) -> None:
-        compare(_STEPS)
-        forget_mark(model, "start")
-
-    listening = megatron_runs.listening(
-        begin_step, lambda _: None, setup_model_and_optimizer=lambda built: model.extend(built[0])
-    )
-    with frozen(case.frozen), listening:
-        run_pretrain(argv, inspect)
-    return found
-
-
-@pytest.fixture(scope="module")
-def changes(request) -> dict[str, list[Changes]]:
-    items = [item for item in request.session.items if item.module is request.module]
-    wanted = [item.callspec.params["name"] for item in items if "changes" in item.fixturenames]
-    cases = {name: CHANGING[name] for name in dict.fromkeys(wanted)}
-    ranks = run_ranks(train_and_apply, WORLD_SIZE, cases, timeout_s=270)
-    return {name: [rank[name] for rank in ranks] for name in cases}
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_what_changed_turns_the_weights_of_the_mark_into_those_of_now_bit_for_bit(name, changes):
-    case, learning_rate = CHANGING[name]
-    for rank, found in enumerate(changes[name]):
-        assert found.wrong == {1: [], _STEPS: []}
-        for steps, (nbytes, dense) in found.nbytes.items():
-            print(f"{name}, {steps} steps: {nbytes} of {dense} bytes")
-            assert (dense > 0) == (nbytes > 0) == (rank in case.wanted)
-            if "--bf16" in case.flags and learning_rate < 1e-5 and rank in case.wanted:
-                assert nbytes < 0.5 * dense

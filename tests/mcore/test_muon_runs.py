@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS, UNTIED, size_flags
+from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, UNTIED, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
-from tests.mcore.checkpoint.test_resuming import check_moves, check_same_sizes
+from tests.mcore.checkpoint.test_resuming import check_moves
 from tests.mcore.test_parity import PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import Job
 from tests.support.engine import nested_sizes
@@ -25,7 +25,6 @@ MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
 STEPS, TOLERANCE = 20, 1e-5
 HEAD_DIM = 16
 DUPLICATED = ("--muon-tp-mode", "duplicated")
-DISTRIBUTED = ("--muon-tp-mode", "distributed")
 QUERY_GROUPS = ("--swiglu", "--group-query-attention", "--num-query-groups", "2")
 
 
@@ -89,21 +88,6 @@ def test_every_nesting_of_4_ranks_ends_with_the_parameters_of_one_stock_rank(emb
             assert_slices_of(params, whole, rank, one)
 
 
-TOGETHER = {"duplicated, untied": (*DUPLICATED, *UNTIED), "distributed, tied": DISTRIBUTED}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", TOGETHER.values(), ids=TOGETHER)
-def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(flags):
-    # Queries, keys and values of all heads are not one matrix on a tensor-parallel rank.
-    flags, sizes = (*flags, "--muon-no-split-qkv"), [(1, 1, 1), (1, 2, 2), (2, 1, 2)]
-    ((whole,),) = on_ranks(train, 1, flags, [None], timeout_s=600)
-    ours = on_ranks(train, 4, (*flags, *TENSOR), sizes, timeout_s=1800)
-    for rank, found in enumerate(ours):
-        for one, params in zip(sizes, found, strict=True):
-            assert_slices_of(params, whole, rank, one)
-
-
 NESTEROV = ("--muon-nesterov", "--muon-no-split-qkv")
 MANY = [(1, 2, 4), (2, 1, 2), (4, 4, 4)]
 FAST = "grouped queries, untied"
@@ -146,8 +130,3 @@ MOVES = {
 @pytest.mark.slow
 def test_a_run_resumes_on_other_sizes_and_from_and_to_stock(tmp_path):
     check_moves(MOVES, 4, tmp_path, 1e-6)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(tmp_path):
-    check_same_sizes({"muon": Job((2, 4, 4), (*MUON, *BF16))}, 4, tmp_path)

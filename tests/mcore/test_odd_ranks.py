@@ -16,7 +16,7 @@ from tests.support.parity import size_flags
 from tests.support.world import is_torchrun, on_ranks
 
 
-def run_with_nothing_on_the_last_rank() -> list[int]:
+def run_with_nothing_on_the_last_rank() -> int:
     from megatron_asynchzp.mcore.step.optimizer import ShardedParameters
 
     add = ShardedParameters._add
@@ -26,16 +26,14 @@ def run_with_nothing_on_the_last_rank() -> list[int]:
         if dist.get_rank() < dist.get_world_size() - 1:
             add(self, chunk, unit)
 
-    steps = []
     with mock.patch.object(ShardedParameters, "_add", add_unless_last):
-        for flags in ((), FP16):
-            argv = gpt_args("--train-iters", "3", *flags, *size_flags((2, 2, 4)))
-            steps.append(len(run_pretrain(argv).steps))
-    return steps
+        return len(
+            run_pretrain(gpt_args("--train-iters", "2", *FP16, *size_flags((2, 2, 4)))).steps
+        )
 
 
 def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_others():
-    assert on_ranks(run_with_nothing_on_the_last_rank, 4) == [[3, 3]] * 4
+    assert on_ranks(run_with_nothing_on_the_last_rank, 4) == [2] * 4
 
 
 def run_with_a_bad_gradient() -> None:

@@ -2,20 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that Megatron's rerun machine repeats: with the bits of a step that nothing disturbs."""
 
-import os
 from argparse import Namespace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from scripts.testbed.megatron_flags import BF16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, size_flags
-from scripts.testbed.megatron_runs import gpt_args, listening, run_pretrain
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.mcore.test_data_parallel import tiny_config, wrap
 from tests.support.world import on_ranks
 
@@ -180,84 +176,3 @@ def _with_and_without_reruns(folder: str) -> dict[str, tuple[bool, bool]]:
 def test_a_run_whose_steps_are_repeated_has_the_bits_of_one_whose_steps_are_not(tmp_path):
     for found in on_ranks(_with_and_without_reruns, 2, str(tmp_path)):
         assert found == dict.fromkeys(WAYS, (True, True))
-
-
-def _overflowing(argv: list[str], overflows: list[int]) -> Any:
-    """A run whose forward and backward go through Megatron's runner of paged stashes, which runs
-    them once more where the buffers overflow: in the calls with these numbers."""
-    from megatron.core.transformer.moe import paged_stash
-    from megatron.core.utils import get_model_config
-    from megatron.training import training
-
-    built, calls = [], count()
-    get = training.get_forward_backward_func
-    stashes = SimpleNamespace(overflow=None, host_spill=None, release_stash_buffers=lambda: None)
-
-    def get_runner(*args: Any, **kwargs: Any) -> Any:
-        model, optimizer, _ = built[-1]
-        config = get_model_config(model[0])
-        return paged_stash.PagedStashRunner(config, False, model, optimizer, get(*args, **kwargs))
-
-    def overflow(_: Any) -> tuple[int, int, int]:
-        return int(next(calls) in overflows), 0, 0
-
-    manager: Any = paged_stash.PagedStashManager
-    with (
-        mock.patch.object(training, "get_forward_backward_func", get_runner),
-        mock.patch.object(manager, "get_instance", lambda: stashes),
-        mock.patch.object(paged_stash.PagedStashRunner, "check_moe_overflow", overflow),
-        listening(lambda: None, lambda _: None, setup_model_and_optimizer=built.append),
-    ):
-        run = run_pretrain(argv, inspect=_states)
-    assert next(calls) == len(run.steps) + len(overflows)
-    return run
-
-
-def _with_and_without_overflows() -> dict[str, tuple[bool, bool]]:
-    found: dict[str, tuple[bool, bool]] = {}
-    for way in ("early update", "budgets", "experts"):
-        argv = gpt_args("--train-iters", "4", *WAYS[way])
-        once, again = _overflowing(argv, []), _overflowing(argv, [1, 3])
-        found[way] = _same_bits(once, again)
-    return found
-
-
-@pytest.mark.slow
-def test_a_step_that_runs_again_within_itself_as_where_a_stash_overflows_has_its_bits():
-    for found in on_ranks(_with_and_without_overflows, 2):
-        assert list(found.values()) == [(True, True)] * 3
-
-
-def _ends(folder: str, flags: list[str]) -> dict[str, list[int]]:
-    """Of each kind of error that Megatron injects: the statuses of the run, of one that resumes it
-    on the same device, and on another."""
-
-    def end(argv: list[str]) -> int:
-        try:
-            run_pretrain(argv)
-        except SystemExit as ended:
-            return int(str(ended.code))
-        return 0
-
-    ends: dict[str, list[int]] = {}
-    for kind in ("transient_error", "persistent_error", "correct_result"):
-        saved = f"{folder}/{kind}"
-        argv = gpt_args("--train-iters", "4", *BF16, *flags, *INJECTED, kind)
-        argv += ["--save", saved, "--save-interval", "100"]
-        ends[kind] = [end(argv)]
-        if ends[kind] != [16]:
-            continue
-        ends[kind].append(end([*argv, "--load", saved]))
-        machine = list(os.uname())
-        machine[1] = "another"
-        with mock.patch.object(os, "uname", lambda names=tuple(machine): names):
-            ends[kind].append(end([*argv, "--load", saved]))
-    return ends
-
-
-@pytest.mark.slow
-def test_an_injected_error_ends_a_run_with_the_status_that_it_has_in_stock_megatron(tmp_path):
-    for name, flags in {"ours": SHARDED, "stock": ["--use-distributed-optimizer"]}.items():
-        for ends in on_ranks(_ends, 2, str(tmp_path / name), flags):
-            assert ends.pop("transient_error") == [17]
-            assert ends == {"persistent_error": [16, 16, 17], "correct_result": [16, 16, 17]}

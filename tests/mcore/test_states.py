@@ -93,29 +93,3 @@ def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(cases
                 param, grad, optim = sizes
                 law = 2 / param + (2 if flags == BF16_GRADS else 4) / grad + 12 / optim
                 assert abs(state["formula"] - law * state["dense_numel"]) < 1
-
-
-def gradients_in_bf16() -> list[tuple[set, list]]:
-    """dtypes in which gradients travel and are kept, and the losses: without a flag, with the one
-    for the first, and with the one for both."""
-
-    def dtypes(chunks: list, _optimizer: Any) -> set:
-        units = [unit for chunk in chunks for unit in chunk.units]
-        return {(unit.groups.grad_dtype, unit.main_grad.storage.dtype) for unit in units}
-
-    argv = gpt_args(*STEPS, *BF16, *size_flags((1, 2, 4)))
-    runs = [
-        run_pretrain([*argv, *flags], inspect=dtypes)
-        for flags in ([], ["--grad-reduce-in-bf16"], BF16_GRADS)
-    ]
-    return [(run.inspected, run.losses) for run in runs]
-
-
-@pytest.mark.slow  # on the engine it is fast, in tests/zero/test_grad_dtype.py
-def test_the_flags_for_gradients_in_bf16_change_what_travels_and_stays_and_hardly_the_losses():
-    for found in on_ranks(gradients_in_bf16, 4):
-        (_, exact), (travels, rounded), (stays, kept) = found
-        assert travels == {(torch.bfloat16, torch.float32)}
-        assert stays == {(torch.bfloat16, torch.bfloat16)}
-        assert len({exact[-1], rounded[-1], kept[-1]}) == 3
-        assert rounded == pytest.approx(exact, rel=1e-3) and kept == pytest.approx(exact, rel=1e-3)

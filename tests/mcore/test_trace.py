@@ -23,7 +23,7 @@ from scripts.testbed.megatron_flags import UNTIED
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.world import on_ranks
 
-STEPS, MICRO_BATCHES = 5, 3
+STEPS, MICRO_BATCHES = 3, 3
 
 
 @dataclass

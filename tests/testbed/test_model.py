@@ -3,7 +3,6 @@
 """The modelled network without ranks: profiles and clocks."""
 
 import os
-import threading
 import time
 
 import pytest
@@ -47,26 +46,3 @@ def test_a_card_carries_no_more_than_its_speed(messages):
         for left, duration_s in sorted(passed):
             sent_s += duration_s
             assert left >= begin + sent_s - 1e-6
-
-
-def test_threads_and_processes_share_one_clock():
-    clocks = new_clocks(NetworkProfile("test", inter_gbit=1.0))
-    first = clocks.reserve(0, 1, 0)[0]
-    nbytes, count = 10**6, 2000
-
-    def reserve_many():
-        for _ in range(count):
-            clocks.reserve(0, 1, nbytes)
-
-    threads = [threading.Thread(target=reserve_many) for _ in range(3)]
-    child = os.fork()
-    if child == 0:
-        reserve_many()
-        os._exit(0)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert os.waitpid(child, 0)[1] == 0
-    least_s = (4 * count + 1) * nbytes * 8e-9
-    assert clocks.reserve(0, 1, nbytes)[0] - first >= least_s - 1e-9

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trains on gloo trains on the fabric, to the same losses: DDP, FSDP2, HSDP, the engine."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_asynchzp.engine.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, shard_fully
 from scripts.testbed.fabric.streams import host_waits, install_streams
-from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, MEGATRON_HSDP, MIXTURE_OF_EXPERTS
-from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.ranks import run_ranks
 from tests.support import engine
@@ -103,28 +99,3 @@ def train_engine(sizes: tuple[int, int, int], with_streams: bool) -> None:
 @pytest.mark.parametrize("with_streams", [False, slow_unless(False, True)])
 def test_the_engines_schedules_are_bitwise_equal_on_the_fabric(with_streams):
     run_ranks(train_engine, 4, (2, 2, 4), with_streams)
-
-
-SPLIT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-MEGATRON_RUNS = {
-    "distributed optimizer, bf16, overlapped": ["--bf16", *DISTRIBUTED_OPTIMIZER],
-    "tensor and pipeline parallel": SPLIT.split(),
-    "experts": [*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"],
-    "Megatron-HSDP": MEGATRON_HSDP,
-    "ours": ["--use-asynchzp"],
-}
-
-
-def pretrain_on_both() -> dict[str, tuple[list[float], list[float]]]:
-    on_gloo = {name: run_pretrain(gpt_args(*more)).losses for name, more in MEGATRON_RUNS.items()}
-    replace_default_group(replace(SLOW, inter_gbit=0.2))
-    return {
-        name: (on_gloo[name], run_pretrain(gpt_args(*more)).losses)
-        for name, more in MEGATRON_RUNS.items()
-    }
-
-
-@pytest.mark.slow
-def test_megatrons_own_training_runs_on_the_fabric():
-    for name, (on_gloo, on_fabric) in run_ranks(pretrain_on_both, 4)[0].items():
-        assert on_fabric == pytest.approx(on_gloo, rel=1e-4), name

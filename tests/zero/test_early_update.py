@@ -5,7 +5,6 @@ after it, whatever becomes of a step.
 """
 
 import logging
-import random
 from collections.abc import Iterable, Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -53,16 +52,6 @@ PASSES, IS_CLIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, IS_USED_AGAIN, EVALUATES = range
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TIED, RECOMPUTED = {"is_tied": True}, {"recompute": True}
 WAYS = list(product(SCHEDULES, (False, True)))
-
-
-def fates(num_steps: int, share_clipped: float, seed: int = 0) -> list[int]:
-    """What becomes of each step. Of those that are not clipped a few are skipped or disturbed."""
-    chance = random.Random(seed)
-    others = [PASSES] * 12 + [IS_SKIPPED, IS_BEGUN_AGAIN, EVALUATES]
-    return [
-        IS_CLIPPED if chance.random() < share_clipped else chance.choice(others)
-        for _ in range(num_steps)
-    ]
 
 
 def take_step(trainer: EngineTrainer, step: int, fate: int) -> float:
@@ -156,11 +145,6 @@ def compare_in_turn(cases: Sequence[tuple], ways: Sequence[tuple]) -> bool:
 
 def test_the_bits_are_those_of_an_update_after_the_norm_whatever_becomes_of_a_step():
     assert all(run_ranks(compare_in_turn, 4, FAST_CASES[:2], FAST_WAYS))
-
-
-@pytest.mark.slow
-def test_every_schedule_has_the_bits_of_an_update_after_the_norm_recomputed_or_not():
-    assert all(run_ranks(compare_with_late, 4, FAST_CASES, FAST_FATES, timeout_s=600.0))
 
 
 def compare_each(cases: list[tuple], all_chosen: list[list[int]], ways: list) -> list[int]:
@@ -280,18 +264,3 @@ def test_after_three_skipped_steps_nothing_is_sent_early(num_skipped):
 
 def test_a_gradient_that_comes_after_a_unit_was_sent_counts():
     assert run_ranks(add_a_gradient_late, 2, True) == run_ranks(add_a_gradient_late, 2, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share_clipped", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("num_ranks, sizes", [(4, (2, 2, 4)), (8, (2, 4, 8))])
-def test_200_steps_have_the_bits_of_an_update_after_the_norm(share_clipped, num_ranks, sizes):
-    cases = [(sizes, dtype, {}) for dtype in (FP32, BF16, FP16)]
-    chosen, ways = fates(200, share_clipped), [("threaded", True), ("main-thread", True)]
-    assert all(run_ranks(compare_with_late, num_ranks, cases, chosen, ways, timeout_s=1500.0))
-
-
-@pytest.mark.slow
-def test_10000_steps_have_the_bits_of_an_update_after_the_norm():
-    cases, ways = [((1, 1, 2), BF16, {})], [("threaded", True)]
-    assert all(run_ranks(compare_with_late, 2, cases, fates(10_000, 0.1), ways, timeout_s=1500.0))

@@ -8,7 +8,6 @@ its group takes empty ones.
 import random
 import time
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -149,41 +148,14 @@ def test_groups_with_different_numbers_of_micro_batches_train_as_one_process():
     assert all(run_ranks(compare, 4, (1, 2, 4), "threaded", 2, 1))
 
 
-SIZES_OF_4 = [(2, 2, 4), (1, 2, 4), (2, 1, 2), (1, 1, 4), (1, 1, 1), (1, 1, 2), (4, 4, 4)]
-SIZES_OF_8 = [(2, 4, 8), (1, 1, 8), (4, 2, 8), (2, 2, 2)]
-KINDS = ["threaded", "main-thread", "inline"]
-EVERY = [*product([4], SIZES_OF_4, KINDS), *product([8], SIZES_OF_8, KINDS[:1])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, sizes, schedule", EVERY)
-def test_so_do_40_random_assignments(ranks, sizes, schedule):
-    num_unequal = run_ranks(compare, ranks, sizes, schedule, 10, 3, timeout_s=500.0)
-    assert all(num_unequal) or max(sizes[:2]) == 4
-
-
 # ---- groups without any micro-batch
 
-KEEPS = {"keep_params_nbytes": 40_000, "keep_grads_nbytes": 40_000, "prefetch_depth": 2}
 SOON_S = 40.0  # far more than it takes on a busy machine, far less than a collective may take
 
 
 def test_a_group_without_a_micro_batch_does_what_the_others_do():
     limit = {"time_limit_s": 60.0}
     assert all(run_ranks(compare, 4, (1, 2, 4), "threaded", 1, 31, 0, limit))
-
-
-WITHOUT = [
-    *product(SIZES_OF_4, KINDS, [{"early_update": "on"}, {"early_update": "off"}]),
-    *product([(2, 2, 4), (1, 2, 4), (2, 1, 4), (1, 1, 2)], KINDS[:1], [KEEPS]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes, schedule, more", WITHOUT)
-def test_so_it_does_in_20_random_assignments_of_0_to_8(sizes, schedule, more):
-    num_unequal = run_ranks(compare, 4, sizes, schedule, 5, 8, 0, more, timeout_s=500.0)
-    assert all(num_unequal) or max(sizes[:2]) == 4
 
 
 def start_without(rank: int, sizes: Sizes, goes_on: bool) -> tuple[str, float]:

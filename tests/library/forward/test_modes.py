@@ -159,8 +159,13 @@ def check_calls_between_steps(folder: Path, mode: Callable[[], Any]) -> None:
             assert_same(sharded, expected, (sizes, mode))
 
 
-@pytest.mark.parametrize("check", [check_first_calls, check_calls_between_steps])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "check, mode",
+    [
+        (check_first_calls, torch.inference_mode),
+        *((check_calls_between_steps, mode) for mode in MODES),
+    ],
+)
 def test_a_step_after_any_call_in_an_inference_mode_has_the_bits_of_one_without(
     tmp_path, check, mode
 ):

@@ -380,7 +380,6 @@ OPTIMIZERS: dict[str, New] = {
     "a subclass": of(Kept, lr=0.1, momentum=0.9),
     "states from the start": of(Momenta),
 }
-MODES = ("train", "eval")
 
 
 def asked_too_early(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) -> None:

@@ -16,7 +16,6 @@ from megatron_asynchzp import ShardedModel, ShardSizes, shard
 from megatron_asynchzp.engine.comm.driver import crosses_groups
 from megatron_asynchzp.engine.failure import last_line, roll_call, standstill
 from megatron_asynchzp.engine.failure.standstill import Progress, why_apart
-from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.device.conftest import worlds as worlds
 from tests.device.programs import device_of_rank
@@ -160,24 +159,6 @@ def check(cases: list[Case], of_ranks: list[list[tuple[str, float]]]) -> None:
 )
 def test_ranks_that_call_the_model_differently_say_so_and_a_slow_one_is_waited_for(cases, sizes):
     check(cases, run_ranks(ends_of, max(sizes), cases, sizes))
-
-
-def write_end(case: Case, file: str) -> None:
-    """What this rank prints, and the message with which `case` ends, into a file of its own."""
-    os.dup2(os.open(f"{file}{dist.get_rank()}", os.O_WRONLY | os.O_CREAT), 2)
-    message, _ = ends_of([case], (2, 2, 2))[0]
-    os.write(2, message.encode())
-    time.sleep(3)  # the other rank's line comes from a thread
-    os._exit(1)
-
-
-@pytest.mark.slow
-def test_on_a_device_too_they_say_so(worlds: DeviceWorlds, tmp_path):
-    check([is_slow], worlds.run(ends_of, 2, [is_slow], (2, 2, 2), watches=False))
-    with pytest.raises(DeviceFailure):
-        worlds.run(write_end, 2, evaluates_on_rank_0, f"{tmp_path}/end", watches=False)
-    for file in (tmp_path / "end0", tmp_path / "end1"):
-        assert SAYS_SO in file.read_text() and REMEDY in file.read_text(), file.read_text()
 
 
 def meet_instead(file: str) -> tuple[str, float]:

@@ -41,12 +41,6 @@ from tests.support.loops import (
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
-# ---- losses of one rank in one step, each of which is handed to backward in turn
-
-
-# ---- steps of a loop that clips, or not
-
-
 # ---- models
 
 

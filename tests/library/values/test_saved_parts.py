@@ -105,9 +105,9 @@ def assert_close(found: Shadows, expected: Shadows, case: object) -> None:
         assert torch.allclose(found[name], value, rtol=0, atol=1e-6), (case, name)
 
 
-def save_averages(folder: Path, sizes: tuple[int, int, int]) -> None:
-    for name, (make, update) in AVERAGES.items():
-        with LOOP.sharded(sizes) as sharded:
+def save_averages(folder: Path) -> None:
+    for index, (name, (make, update)) in enumerate(AVERAGES.items()):
+        with LOOP.sharded(((2, 2, 2), (1, 1, 2))[index % 2]) as sharded:
             shadows = averaged(sharded, make, update)
             state = sharded.state_dict(extra={"ema": shadows})
             checkpoint.save(state, checkpoint_id=folder / name)
@@ -131,11 +131,8 @@ def load_averages(folder: Path, sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.habit("an average of weights in a dict, saved beside `sharded.state_dict()`")
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2)], ids=str)
-def test_averages_of_a_ranks_parts_are_loaded_into_other_sizes_and_numbers_of_ranks(
-    tmp_path, sizes
-):
-    run_ranks(save_averages, 2, tmp_path, sizes)
+def test_averages_of_a_ranks_parts_are_loaded_into_other_sizes_and_numbers_of_ranks(tmp_path):
+    run_ranks(save_averages, 2, tmp_path)
     run_ranks(load_averages, 2, tmp_path, (1, 2, 2))
     run_ranks(load_averages, 1, tmp_path, (1, 1, 1))
 

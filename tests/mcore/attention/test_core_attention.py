@@ -93,21 +93,10 @@ def test_context_and_tensor_parallel_runs_are_the_run_without(names):
     on_ranks(_compare, 2, {name: ON_TWO_RANKS[name] for name in names})
 
 
-def _dropped() -> list[list[float]]:
-    few = ["--train-iters", "2", "--attention-dropout", "0.2", *PASA]
-    runs = [few, few, [*few, "--attention-dropout", "0"]]
-    return [_run(one).losses for one in runs]
-
-
-def test_dropout_is_drawn_from_megatrons_random_state():
-    ((first, again, without),) = on_ranks(_dropped, 1)
-    assert first == again and first != without
-
-
 # --- masks and layouts, on one module ----------------------------------------------------------
 
 
-def _attention(cls, mask_type, options=None, **config):
+def _attention(cls, mask_type, options=None, dropout=0.0, **config):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
@@ -115,7 +104,7 @@ def _attention(cls, mask_type, options=None, **config):
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
-        attention_dropout=0.0,
+        attention_dropout=dropout,
         **config,
     )
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
@@ -169,6 +158,31 @@ def _masked() -> dict[str, float]:
 def test_masks_mean_what_they_mean_to_the_local_attention():
     (errors,) = on_ranks(_masked, 1)
     assert largest(errors.values()) < 1e-5, errors
+
+
+def _dropped() -> list[list]:
+    """Twice with one seed of Megatron's random state, once with another, and without dropout."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_asynchzp import cpu_platform
+    from megatron_asynchzp.mcore.attention.core_attention import PasaAttention
+
+    cpu_platform.install()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    found = []
+    for seed, dropout in ((1, 0.2), (1, 0.2), (2, 0.2), (1, 0.0)):
+        tracker.reset()
+        tracker.add("model-parallel-rng", seed)
+        torch.manual_seed(len(found))
+        ours = _attention(PasaAttention, AttnMaskType.causal, dropout=dropout).train()
+        found.append(ours(*_qkv(12, 2), None).tolist())
+    return found
+
+
+def test_dropout_is_drawn_from_megatrons_random_state():
+    ((first, again, other, without),) = on_ranks(_dropped, 1)
+    assert first == again and first != other and without not in (first, other)
 
 
 def _packed() -> float:

@@ -21,8 +21,7 @@ from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.mcore.checkpoint import save_ranks
 from megatron_asynchzp.mcore.checkpoint.save_ranks import joined_along
 from scripts.testbed.megatron_flags import BF16
-from tests.mcore.test_parity import TENSOR, TWO_EXPERT_RANKS
-from tests.support.checkpoints import RESHARDABLE, SAVED_AT, Job, find_differences, read_tensors
+from tests.support.checkpoints import SAVED_AT, Job, find_differences, read_tensors
 from tests.support.engine import shard_groups
 from tests.support.world import on_ranks
 
@@ -100,47 +99,6 @@ def saved_by(job: Job, numbers: list[int], others: list[Job], folder: Path) -> d
             {key: value for key, value in expected.items() if key in there}, there
         )
     return found
-
-
-CASES = {
-    "4 ranks": (4, Job((2, 1, 4), tuple(BF16)), [1, 2, 4], []),
-    "saved beside training": (
-        4,
-        Job(
-            (1, 4, 4),
-            (*BF16, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
-        ),
-        [1, 2],
-        [],
-    ),
-    "two replicas, tensor parallel": (
-        8,
-        Job((1, 2, 2), TENSOR),
-        [1, 2],
-        [Job((4, 4, 4)), Job(None, tuple(RESHARDABLE))],
-    ),
-    "8 ranks": (
-        8,
-        Job((2, 4, 8), tuple(BF16)),
-        [1, 2, 4, 8],
-        [Job((4, 4, 4), tuple(BF16)), Job(None, (*BF16, *RESHARDABLE)), Job(None, tuple(BF16))],
-    ),
-    "experts": (8, Job((2, 2, 8), TWO_EXPERT_RANKS), [1, 4], [Job((4, 1, 4), TWO_EXPERT_RANKS)]),
-}
-
-
-@pytest.mark.slow
-def test_a_checkpoint_has_the_same_bits_whoever_writes_it_and_fewer_parts_with_fewer_writers(
-    tmp_path,
-):
-    for name, (world_size, job, numbers, others) in CASES.items():
-        for found in on_ranks(saved_by, world_size, job, numbers, others, tmp_path / name):
-            assert found.pop("resumed"), name
-            parts = [found[number][1] for number in numbers]
-            assert parts == sorted(parts) and parts[0] < parts[-1], (name, parts)
-            for number in numbers:
-                assert not found.pop(number)[0], (name, number)
-            assert not any(found.values()), (name, found)
 
 
 def exchanged_in_small_pieces(folder: Path) -> dict:

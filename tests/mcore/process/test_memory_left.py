@@ -5,7 +5,6 @@ where it cannot be asked. That all ranks then keep the same is in tests/zero/tes
 """
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from megatron_asynchzp.engine.device import CpuDevice, StreamDevice
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.step.communication import Communication
-from scripts.testbed.megatron_runs import gpt_args, run_pretrain
-from tests.support.parity import size_flags
-from tests.support.world import on_ranks
 
 AUTO = ScheduleConfig("inline", keeps_params_in_free_memory=True)
 
@@ -37,24 +33,3 @@ def test_what_a_device_has_left_is_what_is_free_less_a_tenth_of_its_memory(free,
 def test_a_cpu_cannot_tell_and_the_run_is_refused_in_one_line():
     with pytest.raises(ConfigurationError, match=r"^--asynchzp-keep-params-gb auto: .* give GiB$"):
         Communication(AUTO, CpuDevice())
-
-
-def _kept_in(num_steps: int) -> int:
-    """Gathers that the last step has saved, as if this were a device that has 4 MiB left."""
-    flags = ("--asynchzp-keep-params-gb", "auto", "--train-iters", str(num_steps))
-    with mock.patch.object(CpuDevice, "left_nbytes", lambda _: 2**22):
-        run = run_pretrain(
-            gpt_args(*size_flags((2, 2, 2)), *flags),
-            inspect=lambda chunks, _: chunks[0].communication.kept()["gathers"][0],
-        )
-    return run.inspected
-
-
-def _kept() -> list[int]:
-    return [_kept_in(1), _kept_in(2)]
-
-
-@pytest.mark.slow  # what ranks keep is fast, in tests/zero/test_staying.py
-def test_a_run_keeps_parameters_in_what_is_left_from_its_second_step_on():
-    for first, second in on_ranks(_kept, 2):
-        assert first == 0 < second
