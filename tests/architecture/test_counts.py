@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 38788,
-    "docstring words": 35040,
-    "docstring lines": 3259,
+    "lines": 38807,
+    "docstring words": 35068,
+    "docstring lines": 3261,
     "raise ConfigurationError": 256,
     "context variables": 3,
     "assignments of __class__": 9,

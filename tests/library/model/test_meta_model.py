@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ShardSizes, shard
-from megatron_asynchzp.library.runtime import materialize
+from megatron_asynchzp.library.meta_model import materialize
 from scripts.testbed.ranks import run_ranks
 
 DTYPES = (
