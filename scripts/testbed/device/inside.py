@@ -41,6 +41,7 @@ _runtime.asynchzp_device_state_time.argtypes = [
 _runtime.asynchzp_device_compute.argtypes = [ctypes.c_void_p, ctypes.c_double]
 _runtime.asynchzp_device_spans.restype = ctypes.c_char_p
 _runtime.asynchzp_device_noted.restype = ctypes.c_char_p
+_runtime.asynchzp_device_collectives.restype = ctypes.c_char_p
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
 
 
@@ -129,3 +130,17 @@ def waited() -> dict[str, int]:
     """Operations that waited for their stream, which CUDA's may not do, and how often."""
     lines = _operations.asynchzp_device_waited().decode().splitlines()
     return {name: int(count) for name, count in (line.split() for line in lines)}
+
+
+def in_windows() -> dict[str, int]:
+    """Collectives of communicators with windows, since the last call, and how often.
+
+    The name says the kind, the dtype, and whether the input and the output were in a window.
+    """
+    lines = _runtime.asynchzp_device_collectives().decode().splitlines()
+    return {name: int(count) for name, count in (line.rsplit(" ", 1) for line in lines)}
+
+
+def num_registered(is_plain: bool = False) -> int:
+    """Return how many windows this process's communicators have, or plain registrations."""
+    return _runtime.asynchzp_device_num_registered(int(is_plain))

@@ -31,6 +31,7 @@
 #include "room.hpp"
 #include "stream.hpp"
 #include "watch.hpp"
+#include "windows.hpp"
 
 using namespace device;
 
@@ -49,6 +50,7 @@ struct ncclComm {
   std::mutex mutex;
   Position last;  // the kernel launched last
   std::map<int, Factor> factors;
+  Windows windows;
 };
 
 namespace {
@@ -73,6 +75,7 @@ struct Pending {
   void* out = nullptr;
   Factor factor = {};
   std::vector<Message> messages = {};
+  Registered registered[2] = {};  // input, output
 };
 thread_local int group_depth = 0;
 thread_local std::vector<Pending> group;
@@ -96,9 +99,38 @@ double seconds_of(const Room& room, const Call& call) {
   }
 }
 
+// "Register buffer into NCCL window, and users need to guarantee the offset to the buffer head
+// address from all ranks must be equal when calling NCCL collective operations" (NCCL, "Window
+// Registration Flags"). In place a rank's own part lies at another offset than its peers'
+// (colls.rst, "In-place operations").
+void compare_registered(Room& room, const Call& call) {
+  static const char* const names[] = {"input", "output"};
+  const int64_t nbytes = call.count * size_of(ncclDataType_t(call.type));
+  auto from_whole = [&](int rank, int side) {
+    Registered at = room.registered(rank)[side];
+    const Registered& whole = room.registered(rank)[!side];
+    const bool may_be_part = call.kind == (side == 0 ? all_gather : reduce_scatter);
+    if (may_be_part && at.window >= 0 && at.window == whole.window &&
+        at.offset == whole.offset + rank * nbytes)
+      at.offset = whole.offset;
+    return at;
+  };
+  for (int side = 0; side < 2; side++)
+    for (int other = 0; other < room.num_ranks; other++) {
+      const Registered mine = from_whole(room.rank, side), theirs = from_whole(other, side);
+      if (mine == theirs) continue;
+      end("ranks differ in registered memory: the %s of the %s of %ld %s is at byte %ld of window "
+          "%ld on rank %d of the communicator, at byte %ld of window %ld on rank %d (-1: none)",
+          names[side], kKinds[call.kind], long(call.count), name_of(ncclDataType_t(call.type)),
+          long(mine.offset), long(mine.window), room.rank, long(theirs.offset),
+          long(theirs.window), other);
+    }
+}
+
 // Whether all ranks have come, with the same call; false after an abort.
-bool agree(Room& room, const Call& call) {
+bool agree(Room& room, const Call& call, const Registered* mine) {
   room.call(room.rank) = call;
+  std::copy(mine, mine + 2, room.registered(room.rank));
   room.moment(room.rank) = moment();
   if (!room.meet(room.of_kernels())) return false;
   for (int other = 0; other < room.num_ranks; other++) reach(room.moment(other));
@@ -115,13 +147,14 @@ bool agree(Room& room, const Call& call) {
         room.rank, kKinds[call.kind], long(call.count), name_of(ncclDataType_t(call.type)), other,
         kKinds[theirs.kind], long(theirs.count), name_of(ncclDataType_t(theirs.type)));
   }
+  compare_registered(room, call);
   return true;
 }
 
 // Segments of `in` and `out`: one a rank, or the whole once.
 void run_collective(Room& room, const Call& call, const void* in_start, void* out_start,
-                    const Factor& factor) {
-  if (!agree(room, call)) return;
+                    const Factor& factor, const Registered* registered) {
+  if (!agree(room, call, registered)) return;
   if (!call.count) {
     room.meet(room.of_kernels());  // nobody announces the next call while another reads this one
     return;
@@ -258,6 +291,37 @@ ncclResult_t failed(ncclResult_t result, const char* text) {
   return result;
 }
 
+// Bytes of the input and of the output of a collective.
+struct Sizes {
+  size_t in, out;
+};
+
+Sizes sizes_of(const Call& call, int num_ranks) {
+  const size_t once = call.count * size_of(ncclDataType_t(call.type)), all = once * num_ranks;
+  const bool sends_all = call.kind == reduce_scatter || call.kind == all_to_all;
+  const bool gets_all = call.kind == all_gather || call.kind == all_to_all;
+  return {sends_all ? all : once, gets_all ? all : once};
+}
+
+// A captured collective knows its windows from the capture: a replay can have no others.
+void find_registered(Pending& pending, bool is_replay) {
+  const Call& call = pending.call;
+  if (call.kind == messages) return;
+  std::lock_guard lock(pending.comm->mutex);
+  const Sizes sizes = sizes_of(call, pending.comm->room->num_ranks);
+  const Registered now[] = {pending.comm->windows.at(pending.in, sizes.in),
+                            pending.comm->windows.at(pending.out, sizes.out)};
+  std::string name = std::string(kKinds[call.kind]) + " " + name_of(ncclDataType_t(call.type));
+  for (int side = 0; side < 2; side++) {
+    if (is_replay && !(now[side] == pending.registered[side]))
+      end("a graph launches a collective whose window %ld is not registered any more",
+          long(pending.registered[side].window));
+    pending.registered[side] = now[side];
+    name += now[side].window < 0 ? " plain" : " window";
+  }
+  if (pending.comm->windows.has_windows()) count_collective(name);
+}
+
 // What a collective or messages do to the buffers of this rank, for the watch. The order that NCCL
 // keeps within a communicator is its own: it orders no memory of the caller.
 void watch_call(const Pending& pending, Stream* stream, int num_ranks, int rank) {
@@ -268,14 +332,12 @@ void watch_call(const Pending& pending, Stream* stream, int num_ranks, int rank)
   for (const Message& one : pending.messages)
     accesses.push_back({one.data, one.size, !one.is_send});
   if (call.kind != messages) {
-    const size_t once = call.count * size_of(type), all = once * num_ranks;
-    const bool sends_all = call.kind == reduce_scatter || call.kind == all_to_all;
-    const bool gets_all = call.kind == all_gather || call.kind == all_to_all;
+    const Sizes sizes = sizes_of(call, num_ranks);
     name += " of " + std::to_string(call.count) + " " + name_of(type);
     if (call.kind != broadcast || rank == call.root)
-      accesses.push_back({pending.in, sends_all ? all : once, false});
+      accesses.push_back({pending.in, sizes.in, false});
     if (call.kind != reduce_to || rank == call.root)
-      accesses.push_back({pending.out, gets_all ? all : once, true});
+      accesses.push_back({pending.out, sizes.out, true});
   }
   watch::submit(stream, watch::Kind::kernel, name, accesses.data(), accesses.size());
 }
@@ -285,17 +347,19 @@ void run(Room& room, const std::vector<Pending>& calls) {
     if (pending.call.kind == messages)
       run_messages(room, pending.messages);
     else
-      run_collective(room, pending.call, pending.in, pending.out, pending.factor);
+      run_collective(room, pending.call, pending.in, pending.out, pending.factor,
+                     pending.registered);
 }
 
 // One kernel for the calls of one communicator, on the first one's stream; the other streams wait
 // for it, and it for them (enqueue.cc, "userStream[0] waits on each userStream[i]"). Kernels of one
 // communicator run in the order of their launches, whatever their streams (NCCL, "Using multiple
 // CUDA streams": NCCL enforces a stream dependency).
-ncclResult_t launch(std::vector<Pending> calls) {
+ncclResult_t launch(std::vector<Pending> calls, bool is_replay = false) {
+  for (Pending& pending : calls) find_registered(pending, is_replay);
   const auto again = [calls](Stream* stream) mutable {
     for (Pending& pending : calls) pending.stream = reinterpret_cast<cudaStream_t>(stream);
-    launch(calls);
+    launch(calls, true);
   };
   for (const Pending& pending : calls)
     if (captures::of(stream_of(pending.stream)) != captures::of(stream_of(calls[0].stream)))
@@ -321,7 +385,10 @@ ncclResult_t launch(std::vector<Pending> calls) {
     std::lock_guard order_lock(order->mutex);
     stream->push_wait_begun(order->last);
   }
-  comm->last = stream->push_kernel([room, calls = std::move(calls)] { run(*room, calls); });
+  comm->last = stream->push_kernel([room, calls] { run(*room, calls); });
+  for (const Pending& pending : calls)
+    for (const void* buffer : {pending.in, static_cast<const void*>(pending.out)})
+      comm->windows.note_use(buffer, comm->last);
   for (Stream* other : others) other->push_wait(comm->last);
   if (order) {
     std::lock_guard order_lock(order->mutex);
@@ -467,25 +534,48 @@ EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   comm->last.wait();
   comm->room->leave();
+  comm->windows.drop_all();
   delete comm;
   return ncclSuccess;
 }
 
-// Kernels under way end without their result (NCCL, ncclCommAbort).
+// Kernels under way end without their result (NCCL, ncclCommAbort). Peers may still read a window:
+// a communicator is to be aborted without (NCCL, "Window Registration").
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (comm->windows.has_windows()) end("a communicator is aborted that has windows");
   comm->room->abort();
+  comm->windows.drop_all();
   delete comm;
   return ncclSuccess;
 }
 
 // torch from 2.15 on registers every segment of its allocator with every communicator. It makes a
 // collective faster and changes nothing else (NCCL, "User Buffer Registration").
-EXPORT ncclResult_t ncclCommRegister(const ncclComm_t, void* buffer, size_t, void** handle) {
-  *handle = buffer;
+EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, size_t size, void** out) {
+  std::lock_guard lock(comm->mutex);
+  *out = comm->windows.add(*comm->room, static_cast<const char*>(buffer), size, kPlain);
   return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
+EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
+  std::lock_guard lock(comm->mutex);
+  if (!comm->windows.remove(static_cast<ncclWindow_t>(handle), true))
+    end("ncclCommDeregister of what ncclCommRegister did not return, or twice");
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer, size_t size,
+                                           ncclWindow_t* out, int flags) {
+  *out = comm->windows.add(*comm->room, static_cast<const char*>(buffer), size, flags);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
+  std::lock_guard lock(comm->mutex);
+  if (window && !comm->windows.remove(window, false))
+    end("ncclCommWindowDeregister of what is no window of the communicator, or twice");
+  return ncclSuccess;
+}
 
 // Asked for a count of bytes by torch's memory report.
 EXPORT ncclResult_t ncclCommMemStats(ncclComm_t, ncclCommMemStat_t, uint64_t* value) {

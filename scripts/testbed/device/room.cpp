@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <climits>
 #include <cstdio>
 #include <cstring>
@@ -72,7 +73,8 @@ bool Room::is_gone(int other) const {
   return member.state == aborted || (member.state == here && has_ended);
 }
 
-bool Room::meet(Barrier& barrier) {
+bool Room::meet(Barrier& barrier, double limit_s, const std::function<void()>& late) {
+  const auto start = std::chrono::steady_clock::now();
   uint32_t generation = barrier.generation;
   if (barrier.arrived.fetch_add(1) + 1 == uint32_t(num_ranks)) {
     barrier.arrived = 0;
@@ -84,6 +86,8 @@ bool Room::meet(Barrier& barrier) {
   while (waits()) {
     if (is_aborted) return false;
     sleep_while(barrier.generation, generation);
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    if (late && waits() && waited.count() > limit_s) late();
     for (int other = 0; other < num_ranks && waits(); other++) look_for_lost(other, waits);
   }
   return !is_aborted;

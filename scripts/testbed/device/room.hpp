@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace device {
@@ -24,6 +25,20 @@ struct Call {
   }
 };
 
+// Where a buffer of a collective lies. window: its number in the communicator, -1 without one.
+struct Registered {
+  int64_t window = -1, offset = 0;
+  bool operator==(const Registered& other) const {
+    return window == other.window && offset == other.offset;
+  }
+};
+
+// What a rank registers. number: of the registrations with the communicator, this one included.
+struct Registration {
+  int64_t number, size;
+  int flags;
+};
+
 struct Mailbox {
   std::atomic<uint32_t> is_full;
   uint32_t size;
@@ -32,7 +47,7 @@ struct Mailbox {
   char bytes[kLetter];
 };
 
-// Two barriers: threads of the host must not meet kernels.
+// Three barriers: threads of the host must not meet kernels, nor registrations other calls.
 struct Barrier {
   std::atomic<uint32_t> arrived, generation;
 };
@@ -42,8 +57,8 @@ class Room {
   Room(const std::string& name, int rank, int num_ranks, int global_rank);
   ~Room();
 
-  // False where this rank has aborted.
-  bool meet(Barrier& barrier);
+  // False where this rank has aborted. late: called after `limit_s` seconds in vain.
+  bool meet(Barrier& barrier, double limit_s = 0, const std::function<void()>& late = {});
   // Whether `other` is lost to what waits for it here; to be called while that waits.
   template <typename Waits>
   void look_for_lost(int other, Waits waits) {
@@ -51,7 +66,10 @@ class Room {
   }
   Barrier& of_kernels() { return shared_->of_kernels; }
   Barrier& of_hosts() { return shared_->of_hosts; }
+  Barrier& of_registrations() { return shared_->of_registrations; }
   Call& call(int rank) { return shared_->calls[rank]; }
+  Registered* registered(int rank) { return shared_->registered[rank]; }  // input, output
+  Registration& registration(int rank) { return shared_->registrations[rank]; }
   double& moment(int rank) { return shared_->members[rank].moment; }
   int global_rank(int rank) const { return shared_->members[rank].global_rank; }
   int32_t* split(int rank) { return shared_->splits[rank]; }
@@ -78,9 +96,11 @@ class Room {
     double moment;  // when its kernel has begun, by the device's clock
   };
   struct Shared {
-    Barrier of_kernels, of_hosts;
+    Barrier of_kernels, of_hosts, of_registrations;
     Member members[kMostRanks];
     Call calls[kMostRanks];
+    Registered registered[kMostRanks][2];
+    Registration registrations[kMostRanks];
     int32_t splits[kMostRanks][2];  // color and key
   };
   Shared* shared_;

@@ -18,6 +18,12 @@ EXPORT CUresult cuDeviceGetCount(int* count) {
   return CUDA_SUCCESS;
 }
 
+// Whether NCCL's allocator is of use is asked of the driver (torch, supports_tensor_alloc).
+EXPORT CUresult cuDeviceGetAttribute(int* out, CUdevice_attribute which, CUdevice) {
+  *out = which == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
+  return CUDA_SUCCESS;
+}
+
 // Active from the start: torch then takes a context as there and sets the device.
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_active) {
   if (flags) *flags = 0;
