@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     add("--memory-gib", type=float, required=True, help="memory of a device")
     add("--memory-gb-s", type=float, default=2000.0, help="speed of its memory")
     add("--cards", type=int, help="network cards of a node (default: one for each rank)")
+    add("--use-nccl-ub", action="store_true", help="gather within a node into registered memory")
     add("--largest-mib", type=int, default=256, help="largest tensor to gather (default: 256)")
     asked = parser.parse_args(argv)
     for name in ("tflops", "memory_gib", "memory_gb_s", "largest_mib"):
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
             source="megatron_asynchzp.commands.calibrate",
         )
         sizes = [size for size in _SIZES if size <= 2**20 * asked.largest_mib]
-        measured = calibrate(cluster, sizes)
+        measured = calibrate(cluster, sizes, registers=asked.use_nccl_ub)
         if dist.get_rank() == 0:
             for line in measured.doubts:
                 print(f"megatron_asynchzp: {asked.output}: {line}", file=sys.stderr)

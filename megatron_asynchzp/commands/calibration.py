@@ -9,12 +9,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.engine.comm.collectives import all_gather_flat
+from megatron_asynchzp.engine.comm.collectives import AxisGroup, all_gather_flat
+from megatron_asynchzp.engine.comm.registered import RegisteredMemory
+from megatron_asynchzp.engine.schedule import ScheduleConfig
+from megatron_asynchzp.engine.sharding.topology import MeshAxis
 from megatron_asynchzp.planner.cluster import GB, Cluster, Link, Ring
 
 _MATRIX, _CPU_MATRIX = 8192, 512
@@ -69,16 +73,13 @@ def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) ->
 
 
 def _gather_times(
-    group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device, clock: _Clock
+    group: dist.ProcessGroup, sizes: Sequence[int], memory: torch.Tensor, clock: _Clock
 ) -> list[tuple[int, float]]:
     times: list[tuple[int, float]] = []
     for nbytes in sizes:
         numel = max(1, nbytes // dist.get_world_size(group))
-        shard = torch.zeros(numel, dtype=torch.uint8, device=device)
-        full = torch.zeros(numel * dist.get_world_size(group), dtype=torch.uint8, device=device)
-        seconds = clock.seconds(
-            lambda full=full, shard=shard: all_gather_flat(full, shard, group=group)
-        )
+        shard, full = memory.new_zeros(numel), memory[: numel * dist.get_world_size(group)]
+        seconds = clock.seconds(partial(all_gather_flat, full, shard, group=group))
         times.append((full.numel(), seconds))
     return times
 
@@ -90,12 +91,17 @@ def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def calibrate(
-    cluster: Cluster, sizes: Sequence[int], repetitions: int = 5, device: torch.device | None = None
+    cluster: Cluster,
+    sizes: Sequence[int],
+    repetitions: int = 5,
+    device: torch.device | None = None,
+    registers: bool = False,
 ) -> Cluster:
     """Return `cluster` with measured links and computing. Collective over the whole world.
 
     The world fills the cluster's nodes. sizes: bytes of the whole tensor, smallest first. The
-    efficiency is above 1 if the device exceeds its stated peak.
+    efficiency is above 1 if the device exceeds its stated peak. registers: gather within a
+    node into memory that is registered with NCCL.
     """
     rank, per_node = dist.get_rank(), cluster.ranks_per_node
     if device is None and dist.get_backend() == "gloo":
@@ -103,15 +109,21 @@ def calibrate(
     device = device or torch.accelerator.current_accelerator()
     assert device is not None, "a backend other than gloo has a device"
     is_cpu = device.type == "cpu"
-    clock = _Clock(device, repetitions)
+    clock, numel = _Clock(device, repetitions), max(*sizes, cluster.num_ranks)
+    memory = torch.empty(numel, dtype=torch.uint8, device=device)
     if per_node > 1:
         nodes = [range(node * per_node, (node + 1) * per_node) for node in range(cluster.nodes)]
-        times = _gather_times(_group_of(rank, nodes), sizes, device, clock)
+        ranks, group = nodes[rank // per_node], _group_of(rank, nodes)
+        axis = AxisGroup(MeshAxis(per_node, 1, rank % per_node, ranks), group, tuple(ranks))
+        domain = ScheduleConfig(registers_memory=per_node if registers else 0)
+        registered = RegisteredMemory([axis], domain, device)
+        times = _gather_times(group, sizes, registered.new(numel), clock)
+        registered.deregister(60.0)
         ring = Ring.of_axis(per_node, 1, per_node)
         cluster = replace(cluster, inside=measured_link(cluster.inside, ring, times))
     if cluster.nodes > 1:
         across = [range(place, cluster.num_ranks, per_node) for place in range(per_node)]
-        times = _gather_times(_group_of(rank, across), sizes, device, clock)
+        times = _gather_times(_group_of(rank, across), sizes, memory, clock)
         ring = Ring.of_axis(cluster.nodes, per_node, per_node)
         cluster = replace(cluster, between=measured_link(cluster.between, ring, times))
     side = _CPU_MATRIX if is_cpu else _MATRIX

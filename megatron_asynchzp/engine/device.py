@@ -170,6 +170,18 @@ class StreamDevice:
     def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def new_segment(self, nbytes: int, allocator: Any) -> tuple[Any, torch.Tensor]:
+        """Allocate 1-D uint8 memory of `allocator` in a pool of its own, and return both."""
+        pool = self._module.MemPool(allocator)
+        with self._module.use_mem_pool(pool):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if (num_segments := len(pool.snapshot())) != 1:
+            raise RuntimeError(f"a pool with one allocation has {num_segments} segments")
+        return pool, memory
+
+    def nccl_version(self) -> tuple[int, ...]:
+        return self._module.nccl.version()
+
     def release_cached(self) -> None:
         self._module.empty_cache()
 

@@ -40,6 +40,10 @@ class ScheduleConfig:
     # (zero/early_update.py): as many as backward has room for while steps are not clipped, all of
     # them, or none
     early_update: str = AUTO
+    # register memory in flight with NCCL for groups within so many consecutive ranks, those that
+    # NVLink joins; 0: do not
+    registers_memory: int = 0
+    registers_windows: bool = True  # for symmetric kernels; else plainly
 
     def __post_init__(self) -> None:
         if self.kind not in (AUTO, *SCHEDULES):

@@ -266,7 +266,7 @@ def on_device(uses_te: bool = False) -> Iterator[None]:
     from megatron_asynchzp.replacements import Replacements
 
     values = CPU_VALUES | {"distributed_backend": "nccl"}
-    del values["use_cpu_initialization"]  # as the flags say
+    del values["use_cpu_initialization"], values["nccl_ub"]  # as the flags say
     if uses_te:
         values |= {"transformer_impl": "transformer_engine"}
         del values["moe_grouped_gemm"], values["te_rng_tracker"]

@@ -83,6 +83,11 @@ def test_it_names_the_budgets_for_which_a_device_has_room(run):
         assert str(count) in [row[place] for row in rows]
 
 
+def test_it_says_what_is_registered_with_nccl(run):
+    line = "registered with NCCL, for groups within 8 ranks: segments of "
+    assert line in run("--use-nccl-ub")[1] and line not in run()[1]
+
+
 @pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])
 def test_it_pretends_the_ranks_that_are_asked_for_or_the_fewest_that_can_run(run, ranks, expected):
     status, out, _ = run(ranks=ranks)

@@ -38,7 +38,7 @@ COMMANDS = {
     "fsdp_dtensor --no-gradient-accumulation-fusion --calculate-per-token-loss "
     "--init-model-with-meta-device": "yes",
     "--use-megatron-fsdp --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy "
-    "optim --use-nccl-ub --fsdp-manual-registration --fsdp-double-buffer": "yes!",
+    "optim --use-nccl-ub --fsdp-manual-registration --fsdp-double-buffer": "yes",
     "--use-torch-fsdp2 --ckpt-format torch_dcp --untie-embeddings-and-output-weights": "yes",
     "--tensor-parallel-num-weight-shards 2 --use-distributed-optimizer": "yes",
     EXPERTS + "--overlap-moe-expert-parallel-comm --bf16 --transformer-impl local": "yes",
@@ -148,7 +148,9 @@ def test_what_megatron_asks_of_the_environment_is_named_and_judged_as_if_it_were
 
 
 def test_every_refusal_is_named_and_the_rest_is_judged_without_them(run):
-    flags = "--freeze-all-layers --skip-train --use-distributed-optimizer --use-nccl-ub"
+    flags = (
+        "--freeze-all-layers --skip-train --use-distributed-optimizer --keep-fp8-transpose-cache"
+    )
     status, out, _ = run("--", *launch_words(flags))
     assert status == migrate.EXIT_REFUSED
     assert {line.split()[0] for line in refused(out)} == {"--freeze-all-layers", "--skip-train"}

@@ -347,7 +347,7 @@ class ParamsInFlight[Unit: Hashable, User, Handle](ABC):
                 chunk._drop_spare(spare)
                 continue
             self.note_growth(unit)
-            self._memory.grow(self._needs[unit].params)
+            self._memory.extend(self._needs[unit].params)
         return extent
 
     def _vacate_seat(self, unit: Unit) -> Extent:
@@ -429,7 +429,7 @@ class GradsInFlight[Unit: Hashable, Reduction](ABC):
             else:
                 # Units are filling all memory: for example the norm behind the layers collects
                 # fused gradients until the end of backward while another unit begins.
-                self._memory.grow(nbytes)
+                self._memory.extend(nbytes)
         return extent
 
     def note_started(self, reduction: Reduction, extent: Extent, has_more: bool) -> None:

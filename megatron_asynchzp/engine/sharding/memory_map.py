@@ -37,6 +37,10 @@ class MemoryMap[User]:
         self.nbytes = region[1]
         return region
 
+    def extend(self, nbytes: int) -> Extent:
+        """Grow within a step, which some memory cannot."""
+        return self.grow(nbytes)
+
     def reserve(self, nbytes: int) -> Extent:
         """Add `nbytes` that `hold` never returns, for seats, and return their extent."""
         region = self.grow(nbytes)

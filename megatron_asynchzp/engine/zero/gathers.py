@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.arena import Arena, Place
 from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
@@ -80,9 +81,10 @@ class ParamBudget:
         device: torch.device,
         record_event: Callable[[], Any],
         takes_free_memory: bool = False,
+        registered: RegisteredMemory | None = None,
     ):
         self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
-        self.arena = Arena(aligned(budget), device, record_event)
+        self.arena = Arena(aligned(budget), device, record_event, registered)
         self.takes_free_memory = takes_free_memory
         self._device = device
         self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
@@ -131,7 +133,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._shards_written: dict[str, Any] = {}
         self.note_written()
         if shared is None:
-            self.arena = Arena(0, units[0].device, self._device.record_event)
+            axes = [axis for unit in units for axis in unit.groups.unshard]
+            registered = RegisteredMemory(axes, config, units[0].device)
+            self.arena = Arena(0, units[0].device, self._device.record_event, registered)
         else:
             self.arena = shared.arena
         before = self.arena.nbytes
@@ -212,10 +216,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         place = handle.place
         # On a device this thread drops a collective's handle, and its view, in the wait.
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
-            if unit in self.seats:
+            flag = "--cuda-graph-impl" if unit in self.seats else "--use-nccl-ub"
+            if unit in self.seats or self.arena.is_registered:
                 raise ConfigurationError(
                     f"{unit.name} keeps views of its parameters outside autograd, and with CUDA "
-                    "graphs the next layer overwrites them. Drop --cuda-graph-impl."
+                    f"graphs or registered memory the next layer overwrites them. Drop {flag}."
                 )
             self._leave_to_views(unit, place)
         return None if place.is_outside else self._device.record_event()
@@ -267,6 +272,13 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             f"{unit.name} is used with more units at a time than there is memory in flight "
             f"for: {unit.gathered_nbytes / 2**20:.1f} MiB are added to it",
         )
+
+    def deregister(self, limit_s: float) -> None:
+        """Deregister the arena, if it is registered, once no chunk uses it."""
+        if self in self._chunks:
+            self._chunks.remove(self)
+        if not self._chunks:
+            self.arena.deregister(limit_s)
 
     # ---- captured graphs
 

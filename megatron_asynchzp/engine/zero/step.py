@@ -5,7 +5,7 @@
 import enum
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -14,7 +14,9 @@ import torch
 
 from megatron_asynchzp.engine.comm.collectives import all_reduce_steps, run_steps
 from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.order_check import OrderCheck
+from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.device import device_of
@@ -32,6 +34,8 @@ from megatron_asynchzp.engine.zero.sent_check import SentCheck
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 
+_AFTER_FAILURE_S = 1.0  # for a device that may never be done
+
 
 @dataclass(frozen=True, eq=False)
 class KeepBudgets:
@@ -41,7 +45,13 @@ class KeepBudgets:
     grads: Residency[HZPUnit] | None = None
 
     @classmethod
-    def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "KeepBudgets":
+    def of(
+        cls,
+        config: ScheduleConfig,
+        driver: Driver,
+        device: torch.device,
+        groups: Iterable[ShardGroups] = (),
+    ) -> "KeepBudgets":
         params = grads = None
         if config.keep_params_nbytes or config.keeps_params_in_free_memory:
             params = ParamBudget(
@@ -49,6 +59,7 @@ class KeepBudgets:
                 device,
                 driver.device.record_event,
                 config.keeps_params_in_free_memory,
+                RegisteredMemory([axis for of in groups for axis in of.unshard], config, device),
             )
         if config.keep_grads_nbytes:
             # The current unit's sum counts: unlike its parameters, it is nowhere else in memory.
@@ -142,7 +153,8 @@ class StepScheduler:
             _refuse_keeping(self.units, "--asynchzp-keep-params-gb")
         if config.keep_grads_nbytes:
             _refuse_keeping(self.units, "--asynchzp-keep-grads-gb")
-        self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
+        device, all_groups = self.units[0].device, list(dict.fromkeys(u.groups for u in self.units))
+        self.budgets = budgets or KeepBudgets.of(config, driver, device, all_groups)
         self.gathers = Gathers(self.units, config, self.memory.params, driver, self.budgets.params)
         self.early_sends, self.use_order = self.gathers.early_sends, self.gathers.use_order
         pieces = {
@@ -158,8 +170,8 @@ class StepScheduler:
             grad_scale,
             self.early_sends,
             self.budgets.grads,
+            RegisteredMemory([a for of in all_groups for a in of.grad_reduce], config, device),
         )
-        all_groups = list(dict.fromkeys(unit.groups for unit in self.units))
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
         # With experts all ranks exchange tokens in every layer, so all compute in step.
         num_in_step = all_groups[0].num_axes_in_step if len(all_groups) == 1 else len(axes)
@@ -387,8 +399,8 @@ class StepScheduler:
 
     def fall_asleep(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Free the memory in flight; `value_of` returns the values of states on the host."""
-        self.gathers.arena.free()
-        self.reductions.arena.free()
+        self.gathers.arena.free(self.schedule.time_limit_s)
+        self.reductions.arena.free(self.schedule.time_limit_s)
         if self.host_states is not None:
             self.host_states.free()
         self._value_of, self._before_sleep = value_of, self.state
@@ -433,10 +445,15 @@ class StepScheduler:
 
     def close(self) -> None:
         """Finish all operations, unless the communication has failed, and end the threads."""
+        limit_s = _AFTER_FAILURE_S
         try:
             if not self.is_asleep:
                 self.settle()
+            limit_s = self.schedule.time_limit_s
         finally:
+            with suppress(TimeoutError):  # memory that the device still uses stays registered
+                self.gathers.deregister(limit_s)
+                self.reductions.arena.deregister(limit_s)
             if self._owns_driver:
                 self.driver.close()
 

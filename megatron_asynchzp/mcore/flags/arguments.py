@@ -7,12 +7,15 @@ Importing this file loads no torch.
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, default_of, flag_of
+from megatron_asynchzp.mcore.flags.shard_sizes import node_size
+from megatron_asynchzp.planner.cluster_files import load_cluster
 
 
 class DryRunStop(ConfigurationError):
@@ -81,8 +84,12 @@ def schedule_of(args: Any, config: AsyncHZPConfig | None = None) -> ScheduleConf
     """Return the engine's schedule by Megatron's settings and a config, by default theirs."""
     # Megatron's validation sets it.
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
-    limit_s = 60.0 * args.distributed_timeout_minutes
-    return (config or config_of(args)).schedule_config(chunks, limit_s, args.log_interval)
+    limit_s, config = 60.0 * args.distributed_timeout_minutes, config or config_of(args)
+    schedule = config.schedule_config(chunks, limit_s, args.log_interval)
+    if (has_windows := getattr(args, "asynchzp_registers_windows", None)) is None:
+        return schedule
+    domain = load_cluster(config.cluster).ranks_per_domain if config.cluster else node_size(args)
+    return replace(schedule, registers_memory=domain, registers_windows=has_windows)
 
 
 def add_dry_run_arguments(parser: Any) -> None:

@@ -27,6 +27,7 @@ OWN_SETTINGS: dict[str, object] = {
     "asynchzp_main_grads_dtype": "fp32",
     "asynchzp_offload": 0.0,  # part of the optimizer states on the host between two updates
     "asynchzp_sends_codes": False,  # weights of FP8 layers are gathered in FP8
+    "asynchzp_registers_windows": None,  # with NCCL; False: registers plainly, None: not at all
 }
 """What translated settings become, and the values without them."""
 
@@ -126,6 +127,10 @@ _BUFFERS = (
     "values and bytes on the link are the same; the buffers of Megatron's wrapper are not used, so "
     "collectives take the GPU's cores and memory that registered ones would spare"
 )
+_REGISTERED = (
+    "gathered parameters and gradients that are reduced lie in memory that is registered with NCCL "
+    "once, before the first step, for groups within a node"
+)
 _WRAPPERS = (
     _set(
         "use_distributed_optimizer", "the optimizer state is sharded by --asynchzp-optim-shard-size"
@@ -157,10 +162,15 @@ _WRAPPERS = (
         for name in WEIGHT_SHARDS
     ),
     _set("gtp_remat_opt_in_modules", "all parameters of a unit are sharded", value=[]),
-    _lose("nccl_ub", _BUFFERS, flag="--use-nccl-ub"),
+    _translate(
+        "nccl_ub",
+        _REGISTERED,
+        flag="--use-nccl-ub",
+        becomes=lambda s: {"asynchzp_registers_windows": not s.disable_symmetric_registration},
+    ),
+    _set("fsdp_manual_registration", _REGISTERED),
     _lose("gtp_remat_nccl_ub", _BUFFERS),
     _lose("gtp_expert_remat_nccl_ub", _BUFFERS),
-    _lose("fsdp_manual_registration", _BUFFERS),
     _set(
         "ckpt_format",
         "only that format can hold sharded states of any sizes; one in another format is not "

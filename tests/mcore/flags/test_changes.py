@@ -7,6 +7,7 @@ from packaging.version import Version
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import changes, megatron_settings
+from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.mcore.flags.changes import CHANGES
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
 from megatron_asynchzp.mcore.flags.megatron_settings import MegatronSettings
@@ -210,3 +211,25 @@ def test_what_megatron_switches_on_again_is_noticed(parse):
     args.use_distributed_optimizer = True
     with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
         confirm_args(args)
+
+
+@pytest.mark.parametrize(
+    "line, cluster, expected",
+    [
+        ("", None, (0, True)),
+        ("--use-nccl-ub", None, (4, True)),
+        ("--use-nccl-ub", "gb200", (72, True)),
+        ("--use-nccl-ub --disable-symmetric-registration", None, (4, False)),
+    ],
+)
+def test_memory_is_registered_within_a_node_or_the_clusters_domain(
+    parse, monkeypatch, line, cluster, expected
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    args = parse(line)
+    args.asynchzp_cluster = cluster
+    args.asynchzp_param_shard_size = cluster and "auto"
+    change_settings(args)
+    schedule = schedule_of(args)
+    assert (schedule.registers_memory, schedule.registers_windows) == expected
+    assert not args.nccl_ub

@@ -115,7 +115,7 @@ MUTANTS = [
         "memory-in-flight-stays-asleep",
         "a sharded model that sleeps leaves nothing on the device",
         "engine/zero/step.py",
-        "self.reductions.arena.free()",
+        "self.reductions.arena.free(self.schedule.time_limit_s)",
         "pass",
         (
             "tests/device/test_sleep.py::"
