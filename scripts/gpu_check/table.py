@@ -100,6 +100,8 @@ CHECKS = (
            on_cpu=True, not_on_npus="Triton compiles its kernels for none"),
     *(_recipe(name, number) for number, name in enumerate(RECIPE_NAMES)),
     _parity(2), _parity(4), _parity(8),
+    _check("registered", "memory registered with NCCL: symmetric kernels, losses, ten sleeps",
+           160.0, gpus=2, not_on_npus="HCCL registers no memory for torch_npu's groups"),
     _check("model_parallel", "TP2 x DP2 and PP2 x DP2 with random launch delays and 1, 8 and 32 "
            "connections", 900.0, gpus=4, trains_megatron=True),
     _check("node_row", "the 9B row of one node against stock, with channel limits and priorities",

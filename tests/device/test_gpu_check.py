@@ -49,7 +49,7 @@ def run(folder: Path, num_devices: int, names: list[str], *laws: str) -> dict[st
     ("num_devices", "names"),
     [
         slow_unless(False, 1, ON_ONE, id="1"),
-        slow_unless(False, 2, ["parity_2"], id="2"),
+        slow_unless(False, 2, ["parity_2", "registered"], id="2"),
         slow_unless(False, 4, ["parity_4"], id="4"),
         slow_unless(False, 4, ["model_parallel"], id="4, model parallel"),
     ],
@@ -59,6 +59,15 @@ def test_every_check_passes_on_the_emulated_device(
 ):
     rows = run(tmp_path, num_devices, names)
     assert [row for row in rows.values() if row["status"] != "passed"] == []
+
+
+@pytest.mark.slow
+def test_memory_that_nccl_gives_no_window_for_fails_the_check(
+    worlds: DeviceWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NCCL_WIN_ENABLE", "0")
+    row = run(tmp_path, 2, ["registered"])["registered"]
+    assert row["status"] == "failed" and "NCCL gave no window" in row["reason"]
 
 
 NEEDS_MORE = "needs a GPU of compute capability 10.0, this one has 9.0"

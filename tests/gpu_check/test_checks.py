@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks themselves, on a CPU: right engines pass, and faults put into the engine are found."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_asynchzp.engine.comm.task import Task
-from scripts.gpu_check import endless, loopback, megatron_runs, memory
+from scripts.gpu_check import endless, loopback, megatron_runs, memory, registered
 from scripts.gpu_check.loopback import Case, first_difference, train_both
 from scripts.gpu_check.outcome import CheckFailed, Target
 
@@ -81,3 +82,35 @@ def test_series_are_equal_within_a_limit_or_the_check_fails():
     for ours, stock in [([1.0], [1.1]), ([], []), ([1.0], [1.0, 2.0]), ends_broken]:
         with pytest.raises(CheckFailed, match="loss"):
             megatron_runs.require_equal("loss", ours, stock, 1e-5)
+
+
+_RUN = {
+    "losses": [2.0, 1.5],
+    "step_s": 0.5,
+    "wake_s": 0.1,
+    "kernels": [],
+    "asleep": [4096, 4096],
+    "lines": [],
+}
+_WINDOWS = {"lines": ["G of ranks 0 to 1: NCCL gave a window"]}
+
+
+@pytest.mark.parametrize(
+    "changed, replays, reason",
+    [
+        ({}, True, ""),
+        ({"kernels": ["ncclSymkDevKernel_AllGather"]}, True, ""),
+        ({"losses": [2.0, 1.5001]}, True, "apart"),
+        ({"lines": []}, True, "not every group has a window"),
+        ({"lines": ["G of ranks 0 to 1: NCCL gave no window"]}, True, "not every group"),
+        ({"kernels": ["ncclDevKernel_AllGather_RING_LL"]}, True, "no kernel is called ncclSymk"),
+        ({"asleep": [4096, 8192]}, True, "reserved bytes asleep change"),
+        ({}, False, "brings other values"),
+    ],
+)
+def test_registered_memory_is_judged_by_windows_kernels_losses_sleeps_and_replays(
+    changed, replays, reason
+):
+    record = {"plain": _RUN, "registered": _RUN | _WINDOWS | changed, "replays": replays}
+    with pytest.raises(CheckFailed, match=reason) if reason else nullcontext():
+        registered.judge(record)
