@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures links and computing: all-gathers within and between nodes, and a matrix product.
-
-A time is the median of several repetitions, of the slowest rank.
-"""
+"""Measures links and computing: medians of several repetitions, of the slowest rank."""
 
 import statistics
 import time

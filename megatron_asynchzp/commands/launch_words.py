@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what words and environment of a command show before torch and Megatron are imported.
-
-They show a missing script, a process that is a rank already, and packages that flags need.
-"""
+"""Owns what words and environment of a command show before torch and Megatron are imported."""
 
 import os
 from argparse import ArgumentParser, Namespace

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns whether the ranks that torchrun starts can meet.
-
-torchrun would find out after its own time limits, with a traceback on every node.
-"""
+"""Owns whether torchrun's ranks can meet, which torchrun itself finds out late, with tracebacks."""
 
 import errno
 import socket

@@ -38,11 +38,7 @@ IN_FP8 = ("layer", "experts", "mtp")
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of a plan for a model on a cluster.
-
-    Raises:
-        ValueError: Ranks, layers or micro-batches do not divide.
-    """
+    """Bytes of a plan for a model on a cluster. Raises ValueError if ranks do not divide."""
 
     model: Model
     plan: Plan

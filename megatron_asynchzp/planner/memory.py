@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a rank's bytes: at rest, in flight, for activations and logits, and the peak.
-
-Must not import Megatron or torch.distributed.
-"""
+"""Owns a rank's bytes: at rest, in flight, of activations, and the peak. Knows no Megatron."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

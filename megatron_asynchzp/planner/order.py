@@ -213,10 +213,7 @@ class _Grads(GradsInFlight[int, int]):
 
 
 class _Chunk:
-    """The program of a model chunk, as the hooks of its modules have it.
-
-    `together` are the parameters in flight of the chunks that share memory.
-    """
+    """The program of a model chunk, as its modules' hooks have it; `together` share its memory."""
 
     def __init__(
         self,

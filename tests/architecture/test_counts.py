@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39036,
-    "docstring words": 35255,
-    "docstring lines": 3275,
+    "lines": 38974,
+    "docstring words": 35067,
+    "docstring lines": 3233,
     "raise ConfigurationError": 256,
     "context variables": 3,
     "assignments of __class__": 9,

@@ -1,10 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Guards Megatron's saving of checkpoints.
-
-One run at a time saves into a directory; a manifest makes a checkpoint complete; each failure is
-one line.
-"""
+"""Guards saving: one run at a time in a directory, a manifest at the end, one line a failure."""
 
 import logging
 import os

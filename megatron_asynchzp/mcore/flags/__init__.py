@@ -1,6 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, rules on Megatron's settings, and checks before anything is built.
-
-The engine and the patches are unknown here.
-"""
+"""Flags, rules on Megatron's settings and checks; the engine and the patches are unknown here."""

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the `--asynchzp-*` flags of AsyncHZPConfig's fields, and a config of parsed flags.
-
-Importing this file loads no torch.
-"""
+"""Makes `--asynchzp-*` flags of AsyncHZPConfig, and a config of parsed flags. Loads no torch."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
@@ -19,10 +16,7 @@ from megatron_asynchzp.planner.cluster_files import load_cluster
 
 
 class DryRunStop(ConfigurationError):
-    """Raised with Megatron's `validated` arguments when nothing is to run.
-
-    The message is for a process that did not start as a dry run.
-    """
+    """Raised with Megatron's `validated` arguments when nothing is to run."""
 
     def __init__(self, args: Namespace):
         super().__init__(

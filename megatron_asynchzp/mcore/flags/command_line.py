@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the flags of this package in the words of a command line, before torch is imported.
-
-Megatron's own parser answers for Megatron's flags: once in the launcher, and in each rank.
-"""
+"""Checks our flags in the words of a command line, before torch is imported."""
 
 import re
 from argparse import ArgumentError, ArgumentParser, Namespace

@@ -23,10 +23,7 @@ _FIELDS = {
 
 
 class MegatronSettings:
-    """Settings by the names of Megatron's arguments, from a Namespace or Megatron's dataclasses.
-
-    The first source that has a setting counts; a setting that no source has is None.
-    """
+    """Settings by Megatron's argument names, of the first source that has them, else None."""
 
     def __init__(self, *sources: Any):
         self._sources = sources

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces how Megatron wraps a model, builds its optimizer and chooses a layer's attention.
-
-Without our flag each replacement calls the original with the same arguments.
-"""
+"""Replaces how Megatron builds and wraps a model, its optimizer and its attention, by our flags."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses an accelerator, or the CPU platform if there is none.
-
-This file alone connects the adapter with the CPU platform.
-"""
+"""Chooses an accelerator or the CPU platform, which this file alone connects with the adapter."""
 
 import importlib
 import importlib.util

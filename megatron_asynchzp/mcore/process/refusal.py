@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a rank with a refused command line: one line, from one rank of a node.
-
-Importing this file loads no torch.
-"""
+"""Ends a rank with a refused command line: one line, from one rank of a node. Loads no torch."""
 
 import json
 import os

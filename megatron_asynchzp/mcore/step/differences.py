@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that some tested versions of megatron-core lack, and their replacements.
-
-Differences between versions of a function that is patched are in its patch.
-"""
+"""Replaces functions that some versions of megatron-core lack and no patch replaces."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature

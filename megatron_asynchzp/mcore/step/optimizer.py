@@ -276,10 +276,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
 
 class JoinedOptimizers:
-    """Optimizers of different parameters as one, with one state and all parameter groups.
-
-    The parts share the state from now on; its keys are parameters.
-    """
+    """Optimizers of different parameters as one, which share one state by parameter from now on."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         self._parts = parts

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Clips the scores of attention (--qk-clip) on shards, without a gather.
-
-Each rank scales the rows of projections that it holds by the factor of their head.
-"""
+"""Clips scores (--qk-clip) on shards, without a gather: a rank scales the rows that it holds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -22,10 +22,7 @@ _CHUNK = 1 << 20
 
 
 class RoundedAdam(torch.optim.AdamW):
-    """torch's fused Adam, or AdamW, with moments in the dtypes `moments`.
-
-    Parameters are fp32; gradients (given_grad) need not be.
-    """
+    """torch's fused Adam(W): fp32 parameters, any gradients (given_grad), moments in `moments`."""
 
     is_elementwise = True
 
