@@ -3,10 +3,11 @@
 """Family and sizes of a model, read from and written as Megatron's arguments."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"]
 WITH_QK_NORMS: tuple[Family, ...] = ("qwen3", "qwen3_moe")
@@ -63,40 +64,38 @@ class ModelShape:
     is_vocab_known: bool = True  # if not, vocab_size may count padding
 
     def __post_init__(self):
-        if self.num_heads % self.num_query_groups:
-            raise ConfigurationError(
-                f"{self.num_heads} attention heads do not divide into {self.num_query_groups} "
-                "query groups"
-            )
-        if self.family == "gpt2" and self.num_query_groups != self.num_heads:
-            raise ConfigurationError("GPT-2 in transformers has no grouped queries")
+        assert (self.experts is not None) == (self.family in WITH_EXPERTS)
+        raise_first(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        heads, groups = self.num_heads, self.num_query_groups
+        if heads % groups:
+            yield f"{heads} attention heads do not divide into {groups} query groups"
+        if self.family == "gpt2" and groups != heads:
+            yield "GPT-2 in transformers has no grouped queries"
         # All but Qwen2 and GPT-2 have a head size of their own; Llama's and Mixtral's hidden size
         # must be a multiple of the heads all the same.
         is_free = self.family in WITH_QK_NORMS or (
             self.family in ("llama", "mixtral") and self.hidden_size % self.num_heads == 0
         )
         if self.head_dim * self.num_heads != self.hidden_size and not is_free:
-            raise ConfigurationError(
+            yield (
                 f"heads of size {self.head_dim} x {self.num_heads} are not the hidden size "
                 f"{self.hidden_size}, which {self.family} in transformers requires"
             )
         if self.vocab_size > self.padded_vocab_size:
-            raise ConfigurationError(
+            yield (
                 f"a vocabulary of {self.vocab_size} is larger than the {self.padded_vocab_size} "
                 "rows of the embedding"
             )
-        assert (self.experts is not None) == (self.family in WITH_EXPERTS)
-        if self.experts is not None:
-            self._check(self.experts)
-
-    def _check(self, experts: ExpertsShape) -> None:
-        if self.family == "mixtral" and not experts.is_normalised:
-            raise ConfigurationError(
+        experts = self.experts
+        if experts is not None and self.family == "mixtral" and not experts.is_normalised:
+            yield (
                 "the softmax before the choice of experts (moe_router_pre_softmax = True) does not "
                 "map: Mixtral in transformers takes it over the chosen"
             )
-        if experts.per_token == 1 and experts.is_normalised:
-            raise ConfigurationError(
+        if experts is not None and experts.per_token == 1 and experts.is_normalised:
+            yield (
                 "one expert per token, with a weight of 1, does not map: Megatron's router refuses "
                 "it"
             )

@@ -136,7 +136,9 @@ class Sleeper:
 
     def __init__(self, schedulers: Sequence[StepScheduler], states: Callable[[], State]):
         self._schedulers, self._states = schedulers, states
-        self._sleep: _Sleep | None = None
+        self._copy: HostCopy | None = None  # while asleep
+        self._state: State = {}  # its tensors are on the host, and before in _on_device
+        self._on_device: State = {}
 
     def sleep(self, level: int) -> None:
         """Fall asleep, between two steps. Collective. An error changes nothing.
@@ -152,7 +154,7 @@ class Sleeper:
             )
         for scheduler in self._schedulers:
             scheduler.settle()
-        self._sleep = _Sleep(self._schedulers, self._states(), level)
+        self._move(self._states(), level)
 
     def wake(self) -> None:
         """Bring everything back with the same bits. Collective.
@@ -160,18 +162,18 @@ class Sleeper:
         Without room on the device it raises, and can be called again. ConfigurationError means
         that nothing sleeps.
         """
-        if self._sleep is None:
+        if self._copy is None:
             raise ConfigurationError("wake() without a sleep(). Call sleep() first.")
-        self._sleep.end()
-        self._sleep = None
+        self._copy.restore()
+        for scheduler in self._schedulers:
+            scheduler.wake_up()
+        for param, values in self._on_device.items():
+            self._state[param].update(values)
+        self._copy, self._state, self._on_device = None, {}, {}
 
-
-class _Sleep:
-    """A sleep from its creation to `end`; meanwhile the tensors of `state` are on the host."""
-
-    def __init__(self, schedulers: Sequence[StepScheduler], state: State, level: int):
-        self._schedulers, self._state = schedulers, state
-        driver = schedulers[0].driver
+    def _move(self, state: State, level: int) -> None:
+        """Move the tensors of `state` and the chunks' own to the host."""
+        schedulers, driver = self._schedulers, self._schedulers[0].driver
         units = [unit for scheduler in schedulers for unit in scheduler.units]
         states = _tensors_of(state, units[0].device)
         for scheduler in schedulers:
@@ -184,24 +186,18 @@ class _Sleep:
         moved = [*states, *(tensor for unit in units for tensor in unit.states())]
         moved += [tensor for chunk in schedulers for tensor in chunk.sent_check.states()]
         kept = [] if level == 2 else params
-        self._copy = HostCopy([*params, *moved], kept, driver.device, limit_s)
+        copy = HostCopy([*params, *moved], kept, driver.device, limit_s)
         # Only after the copy, so that an error for lack of host memory changes nothing.
+        self._copy, self._state = copy, state
         self._on_device = {param: dict(values) for param, values in state.items()}
         for values in state.values():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    values[key] = self._copy.value_of(value)
+                    values[key] = copy.value_of(value)
         for scheduler in schedulers:
-            scheduler.fall_asleep(self._copy.value_of)
+            scheduler.fall_asleep(copy.value_of)
         forget_weights()
         driver.device.release_cached()
-
-    def end(self) -> None:
-        self._copy.restore()
-        for scheduler in self._schedulers:
-            scheduler.wake_up()
-        for param, values in self._on_device.items():
-            self._state[param].update(values)
 
 
 def _tensors_of(state: State, device: torch.device) -> list[torch.Tensor]:

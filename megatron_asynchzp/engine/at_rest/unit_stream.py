@@ -88,43 +88,34 @@ def stream_units(
     scheduler.check_usable()
     if since is not None:
         check_mark(scheduler, since)
+    driver = scheduler.driver
     with scheduler.streaming() as units:
-        yield from _stream(units, scheduler.driver, receivers, dtype, since)
-
-
-def _stream(
-    units: Sequence[HZPUnit],
-    driver: Driver,
-    receivers: Collection[int] | None,
-    dtype: torch.dtype | None,
-    since: str | None,
-) -> Iterator[WholeUnit]:
-    streamed = [
-        _StreamedUnit(unit, receivers, dtype, since)
-        for unit in units
-        if since is None or unit.marks.may_have_changed(since)
-    ]
-    gathered = [unit for unit in streamed if unit.nbytes]
-    for group in filter(None, (gathered[0::2], gathered[1::2])):
-        nbytes = max(unit.nbytes for unit in group)
-        with torch.inference_mode(False):  # threads write to it
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=group[0].unit.device)
-        place = Place((0, nbytes), memory)
-        for unit in group:
-            unit.place = place
-    num_begun = 0
-    try:
-        for index, unit in enumerate(streamed):
-            for following in streamed[num_begun : index + 2]:
-                following.begin(driver)
-                num_begun += 1
-            unit.wait()
-            if unit.is_received:
-                yield unit.hand_out(patiently=not driver.device.runs_ahead)
-                unit.check_unwritten()
-    finally:
-        for unit in streamed[:num_begun]:
-            unit.wait()
+        streamed = [
+            _StreamedUnit(unit, receivers, dtype, since)
+            for unit in units
+            if since is None or unit.marks.may_have_changed(since)
+        ]
+        gathered = [unit for unit in streamed if unit.nbytes]
+        for group in filter(None, (gathered[0::2], gathered[1::2])):
+            nbytes = max(unit.nbytes for unit in group)
+            with torch.inference_mode(False):  # threads write to it
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=group[0].unit.device)
+            place = Place((0, nbytes), memory)
+            for unit in group:
+                unit.place = place
+        num_begun = 0
+        try:
+            for index, unit in enumerate(streamed):
+                for following in streamed[num_begun : index + 2]:
+                    following.begin(driver)
+                    num_begun += 1
+                unit.wait()
+                if unit.is_received:
+                    yield unit.hand_out(patiently=not driver.device.runs_ahead)
+                    unit.check_unwritten()
+        finally:
+            for unit in streamed[:num_begun]:
+                unit.wait()
 
 
 class _StreamedUnit:
