@@ -240,10 +240,11 @@ def _load(load: Callable[[], Any], args: Namespace, load_dir: str | None, operat
         with in_progress(operation):
             return load()
     except SystemExit as end:
-        if end.code:
+        is_missing = choice is None and args.exit_on_missing_checkpoint
+        if end.code and not is_missing:  # from megatron-core 0.20 on 1 for a missing one
             raise
         reason = f"{place} is refused (see above)"
-        if choice is None and args.exit_on_missing_checkpoint:
+        if is_missing:
             reason = (
                 f"there is no checkpoint in {place}, and --exit-on-missing-checkpoint was given"
             )

@@ -42,7 +42,13 @@ def save_and_resume(names: list[str], folder: Path) -> dict[str, dict]:
         saving = run_pretrain(job.argv(*save, "1"), inspect=state_of)
         if name == "muon":  # Megatron saves after an iteration that it passes over at the end only
             run_pretrain(job.argv(*save, "99", "--train-iters", str(SAVED_AT)))
-        rest = job.resume(place)
+        # In megatron-core 0.20 --override-opt_param-scheduler, which resume() gives, counts steps
+        # that were skipped.
+        step = ("--load", str(place), "--ckpt-step", str(SAVED_AT))
+        if name == "muon":
+            rest = job.resume(place)
+        else:
+            rest = run_pretrain(job.argv(*step), inspect=state_of)
         output[name] = {
             "skipped": [step.is_skipped for step in whole.steps],
             "steps": [run.steps[SAVED_AT - NUM_STEPS :] for run in (whole, saving, rest)],
