@@ -26,7 +26,6 @@ from scripts.testbed.megatron_flags import (
 from scripts.testbed.megatron_runs import Steps, gpt_args, on_device, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
-from tests.mcore import test_hybrid_context_parallel as hybrid
 from tests.support.journal import Attempt, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +122,7 @@ def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
 
 def _sub_samples_under(laws: list[Delays], line: list[str]) -> list[Steps]:
     from scripts.testbed.device import inside
+    from tests.mcore import test_hybrid_context_parallel as hybrid  # imports Megatron
 
     results = []
     for law in laws:
@@ -134,6 +134,8 @@ def _sub_samples_under(laws: list[Delays], line: list[str]) -> list[Steps]:
 
 @pytest.mark.slow
 def test_sub_samples_on_their_own_ranks_have_the_same_bits_under_four_laws(worlds: DeviceWorlds):
+    from tests.mcore import test_hybrid_context_parallel as hybrid
+
     line = [*hybrid.BASE, *hybrid.HYBRID, *hybrid.ROPE, "--train-iters", "3"]
     laws = [Delays(), *(Delays(law, 1) for law in LAW_NAMES[1:5])]
     line += size_flags((1, 2, 4))
