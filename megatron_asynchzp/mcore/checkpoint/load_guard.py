@@ -243,11 +243,8 @@ def _load(load: Callable[[], Any], args: Namespace, load_dir: str | None, operat
         is_missing = choice is None and args.exit_on_missing_checkpoint
         if end.code and not is_missing:  # from megatron-core 0.20 on 1 for a missing one
             raise
-        reason = f"{place} is refused (see above)"
-        if is_missing:
-            reason = (
-                f"there is no checkpoint in {place}, and --exit-on-missing-checkpoint was given"
-            )
+        missing = f"there is no checkpoint in {place}, and --exit-on-missing-checkpoint was given"
+        reason = missing if is_missing else f"{place} is refused (see above)"
         raise ConfigurationError(reason) from None
     except (*_UNREADABLE, RuntimeError) as error:
         if not isinstance(error, _UNREADABLE) and _TORCH_READER not in str(error):
