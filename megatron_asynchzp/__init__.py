@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         stream_weights,
     )
     from megatron_asynchzp.library.sharded_model import ShardedModel, shard
+    from megatron_asynchzp.mcore.door.building import building
     from megatron_asynchzp.mcore.door.install import install
     from megatron_asynchzp.mcore.door.whole import whole
     from megatron_asynchzp.mcore.flags.config import AsyncHZPConfig
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = ["AsyncHZPConfig", "ConfigurationError", "LoadPlanner", "SavePlanner", "ScheduleConfig",
-           "ShardSizes", "ShardedModel", "WeightDelta", "apply_delta", "forget_mark", "install",
-           "mark_weights", "save_hf", "shard", "stream_changes", "stream_weights", "whole"]
+           "ShardSizes", "ShardedModel", "WeightDelta", "apply_delta", "building", "forget_mark",
+           "install", "mark_weights", "save_hf", "shard", "stream_changes", "stream_weights",
+           "whole"]
 # fmt: on
 
 _HOMES = {
@@ -45,6 +47,7 @@ _HOMES = {
     "ScheduleConfig": "engine.schedule",
     "WeightDelta": "weight_delta",
     "apply_delta": "weight_delta",
+    "building": "mcore.door.building",
     "forget_mark": "hf.weight_stream",
     "install": "mcore.door.install",
     "mark_weights": "hf.weight_stream",

@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 38960,
-    "docstring words": 35063,
-    "docstring lines": 3233,
+    "lines": 39328,
+    "docstring words": 35358,
+    "docstring lines": 3267,
     "raise ConfigurationError": 250,
     "context variables": 3,
     "assignments of __class__": 9,

@@ -33,11 +33,13 @@ class Loop:
     is_distributed: bool = False  # Megatron's distributed optimizer, in stock
     clip: float = 1.0
     num_layers: int = 2
+    hidden: int = 16
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     ddp_options: dict[str, Any] = field(default_factory=dict)
     transformer_options: dict[str, Any] = field(default_factory=dict)
     set_later: dict[str, Any] = field(default_factory=dict)  # of the OptimizerConfig
     has_optimizer: bool = True
+    trained: str = ""  # a part of the names of parameters that are trained, and saved alone
 
     def build(self) -> "Loop":
         """Initialise parallel groups, the model, its wrapper and its optimizer."""
@@ -47,13 +49,13 @@ class Loop:
         return self
 
     def build_model(self) -> None:
+        self.initialize()
+        self.build_modules()
+        self.wrap()
+
+    def initialize(self) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.module import Float16Module
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -64,6 +66,14 @@ class Loop:
             expert_model_parallel_size=self.expert_parallel,
         )
         model_parallel_cuda_manual_seed(123)
+
+    def build_modules(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
         torch.manual_seed(7)
         experts: dict[str, Any] = {}
         if self.experts:
@@ -76,7 +86,7 @@ class Loop:
             }
         self.config = config = TransformerConfig(
             num_layers=self.num_layers,
-            hidden_size=16,
+            hidden_size=self.hidden,
             num_attention_heads=4,
             use_cpu_initialization=True,
             params_dtype=self.dtype,
@@ -104,6 +114,12 @@ class Loop:
             )
             return Float16Module(config, model) if config.bf16 else model
 
+        numbers = range(self.virtual) if self.virtual else [None]
+        self.modules = [chunk(stage) for stage in numbers]
+
+    def wrap(self) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
         self.ddp = DistributedDataParallelConfig(
             **{
                 "grad_reduce_in_fp32": True,
@@ -112,10 +128,12 @@ class Loop:
                 **self.ddp_options,
             }
         )
-        modules = [chunk(stage) for stage in range(self.virtual)] if self.virtual else [chunk(None)]
+        for module in self.modules:
+            for name, param in module.named_parameters():
+                param.requires_grad_(self.trained in name)
         self.model = [
-            DistributedDataParallel(config, self.ddp, module, disable_bucketing=index > 0)
-            for index, module in enumerate(modules)
+            DistributedDataParallel(self.config, self.ddp, module, disable_bucketing=index > 0)
+            for index, module in enumerate(self.modules)
         ]
 
     def make_optimizer(self) -> None:
@@ -186,7 +204,8 @@ class Loop:
         state: dict[str, Any] = {}
         for index, chunk in enumerate(self.model):
             name = f"model{index}" if self.virtual else "model"
-            state[name] = unwrap_model(chunk).sharded_state_dict(prefix="", metadata=metadata)
+            whole = unwrap_model(chunk).sharded_state_dict(prefix="", metadata=metadata)
+            state[name] = {key: entry for key, entry in whole.items() if self.trained in key}
         state["optimizer"] = self.optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
@@ -219,7 +238,7 @@ class Loop:
         loaded = dist_checkpointing.load(self._state(True, metadata), str(folder))
         keys = [
             unwrap_model(chunk).load_state_dict(
-                loaded[f"model{index}" if self.virtual else "model"]
+                loaded[f"model{index}" if self.virtual else "model"], strict=not self.trained
             )
             for index, chunk in enumerate(self.model)
         ]

@@ -66,6 +66,31 @@ def test_a_checkpoint_is_resumed_by_stock_and_by_asynchzp_whoever_saved_it(
     check_crossing(tmp_path, options)
 
 
+def save_a_part(folder: Path) -> tuple[Steps, Steps, set[str], set[str]]:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    install()
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "trained": ".linear_proj."}
+    loop = Loop(**options).build()
+    loop.train(0, SAVED)
+    loop.save(folder)
+    went_on = loop.train(SAVED, STOP)
+    loop = Loop(**options).build()
+    ((missing, _),) = loop.load(folder)
+    names = [name for name, _ in loop.modules[0].module.named_parameters()]
+    resumed = loop.train(SAVED, STOP)
+    return went_on, resumed, set(missing), {n for n in names if ".linear_proj." not in n}
+
+
+def test_a_framework_that_keeps_adapters_by_name_saves_and_resumes_them(tmp_path: Path):
+    first, second = on_ranks(save_a_part, 2, tmp_path)
+    for went_on, resumed, *_ in (first, second):
+        assert resumed == went_on
+    (*_, missing, left_out), (*_, others_missing, _) = first, second  # each rank's shards
+    assert missing | others_missing == left_out != set()
+
+
 def resume_in_other_sizes(folder: Path, options: dict) -> tuple[Steps, Steps]:
     from megatron_asynchzp import cpu_platform
 

@@ -45,6 +45,9 @@ def misuses() -> dict[str, str]:
         lines = {"an old core": refusal(install)}
     for name, value in USELESS.items():
         lines[name] = refusal(lambda: install(**{name: value}))  # noqa: B023
+    lines["no folder"] = refusal(lambda: install(trace="/no/such/folder/trace.json"))
+    with mock.patch.dict("os.environ", WORLD_SIZE="3"):
+        lines["another world"] = refusal(install)
     install()
     lines["other sizes"] = refusal(lambda: install((1, 1, 2)))
     install()  # with the same choices it changes nothing
@@ -58,10 +61,15 @@ def misuses() -> dict[str, str]:
         loop = Loop(**options)
         loop.build_model()
         lines[name] = refusal(loop.make_optimizer)
-    loop = Loop()
+    for name, values in LATE.items():
+        loop = Loop(dtype=torch.bfloat16)
+        loop.build_model()
+        vars(loop.config).update(values)
+        lines[name] = refusal(loop.make_optimizer)
+    loop = Loop(optimizer_options={"lr": 1e-3 * (1 + torch.distributed.get_rank())})
     loop.build_model()
-    loop.config.gradient_accumulation_fusion = True
-    lines["built otherwise"] = refusal(loop.make_optimizer)
+    lines["other ranks"] = refusal(loop.make_optimizer)
+    lines["unwrapped"] = refusal(lambda: optimizer.get_megatron_optimizer(config, loop.modules))
     loop = Loop().build()
     values = {name: torch.zeros(()) for name in ("decoder.final_layernorm.weight",)}
     lines["whole values"] = refusal(lambda: loop.model[0].module.load_state_dict(values))
@@ -76,10 +84,21 @@ REFUSED: dict[str, dict] = {
     "moments": MIXED | {"set_later": {"exp_avg_dtype": torch.bfloat16}},
     "main parameters": MIXED | {"set_later": {"main_params_dtype": torch.float16}},
     "lion": {"optimizer_options": {"optimizer": "lion"}},
+    "muon": {"optimizer_options": {"optimizer": "muon", "muon_coefficient_type": "cubic"}},
+    "dtypes": {"dtype": torch.bfloat16, "optimizer_options": {"bf16": False}},
+}
+# Of a TransformerConfig whose layers were built.
+LATE: dict[str, dict] = {
+    "built otherwise": {"gradient_accumulation_fusion": True},
+    "own graphs": {"cuda_graph_impl": "local"},
+    "fp8 without Transformer Engine": {"fp8": "hybrid"},
+    "precisions of layers": {"quant_recipe": "recipe"},
 }
 USELESS = {"save_ranks": 2, "verify": "structure", "save_trained_only": True, "adapter_rank": 8}
 EXPECTED = {
     "an old core": "megatron-core 0.15.2 was found",
+    "no folder": "--asynchzp-trace /no/such/folder/trace.json: no such folder",
+    "another world": "--asynchzp-param-shard-size 2 does not divide the 3 ranks of the run",
     "other sizes": "install() with --asynchzp-param-shard-size 1 after one with 2",
     "a kept name": "call megatron_asynchzp.install() before anything keeps get_megatron_optimizer",
     "another optimizer": "a model is trained whose optimizer AsyncHZP did not make",
@@ -90,6 +109,13 @@ EXPECTED = {
     "save_trained_only": "--asynchzp-save-trained-only True has no effect",
     "adapter_rank": "--asynchzp-adapter-rank 8 has no effect",
     "lion": "--optimizer",
+    "muon": "--muon-coefficient-type cubic is not known",
+    "dtypes": "OptimizerConfig: bf16 is False, and TransformerConfig's is True; give both the same",
+    "own graphs": "TransformerConfig: cuda_graph_impl is local",
+    "fp8 without Transformer Engine": "--fp8-recipe delayed needs Transformer Engine 2.15.0",
+    "precisions of layers": "--te-precision-config-file recipe is not supported",
+    "other ranks": "OptimizerConfig.lr",
+    "unwrapped": "a model is wrapped with GPTModel, which AsyncHZP does not shard",
     "main parameters": "--main-params-dtype",
     "built otherwise": "TransformerConfig: gradient_accumulation_fusion is True",
     "whole values": "within megatron_asynchzp.whole(model, writes=True)",
@@ -138,6 +164,8 @@ def test_a_variable_that_cannot_be_meant_is_refused(variable: str, word: str, pa
 
 
 def translated() -> dict[str, Any]:
+    from megatron.core import optimizer
+
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
@@ -147,7 +175,15 @@ def translated() -> dict[str, Any]:
         ddp_options={"grad_reduce_in_fp32": False},
         set_later={"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
     )
-    loop.build().train(0, 1)
+    loop.build_model()
+    grouped = optimizer._get_param_groups
+
+    def with_decay(*args: Any) -> list[dict]:
+        return [{**group, "wd_mult": 0.25} for group in grouped(*args)]
+
+    with mock.patch.object(optimizer, "_get_param_groups", with_decay):  # as ms-swift does
+        loop.make_optimizer()
+    loop.train(0, 1)
     (state, *_) = loop.optimizer.optimizer.state.values()
     return {
         "exp_avg": state["exp_avg"].dtype,
@@ -155,6 +191,7 @@ def translated() -> dict[str, Any]:
         "gradients on the wire": loop.model[0].units[0].groups.grad_dtype,
         "their sums": loop.model[0].units[0].main_grad.storage.dtype,
         "asked": loop.ddp.grad_reduce_in_fp32,
+        "groups": {group["wd_mult"] for group in loop.optimizer.param_groups},
     }
 
 
@@ -166,4 +203,5 @@ def test_moments_and_gradients_have_the_dtypes_that_the_dataclasses_ask_for():
             "gradients on the wire": torch.bfloat16,
             "their sums": torch.float32,
             "asked": False,  # the caller's own dataclass is as it was
+            "groups": {0.25},
         }

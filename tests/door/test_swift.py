@@ -18,36 +18,82 @@ PACKAGES = (
     "transformers-stream-generator tzdata uvicorn werkzeug xxhash yarl zipp zstandard"
 )
 ARGUMENTS = (
-    "--model_type qwen2 --template qwen2_5 --tuner_type full --micro_batch_size 2 "
-    "--global_batch_size 8 --train_iters 6 --save_steps 6 --padding_free false "
+    "--model_type qwen2 --template qwen2_5 --micro_batch_size 2 "
+    "--global_batch_size 8 --train_iters 6 --save_steps 3 --padding_free false "
     "--attention_backend unfused --ddp_backend gloo --lr 1e-3 --min_lr 1e-4 --max_length 128 "
-    "--finetune true --masked_softmax_fusion false --bias_dropout_fusion false "
+    "--masked_softmax_fusion false --bias_dropout_fusion false "
     "--bias_activation_fusion false --cross_entropy_loss_fusion false --apply_rope_fusion false "
     "--use_hf true --check_model false --dataset_num_proc 1 --dataloader_num_workers 0 "
-    "--add_version false --logging_steps 1 --split_dataset_ratio 0 --no_save_rng true "
+    "--add_version false --logging_steps 1 --split_dataset_ratio 0 "
     "--recompute_granularity none --overlap_grad_reduce true --overlap_param_gather true"
 )
 PLUGIN = ROOT / "megatron_asynchzp" / "mcore" / "door" / "plugin.py"
+# The kind of training, its arguments, the one that names a checkpoint to resume, and the folders of
+# a checkpoint in which weights are exported.
+KINDS = {
+    "full": ("--tuner_type full", "--mcore_model", {"": "model.safetensors"}),
+    "lora": (
+        "--tuner_type lora --lora_rank 4 --target_modules all-linear",
+        "--mcore_adapter",
+        {"": "adapter_model.safetensors", "-merged": "model.safetensors"},
+    ),
+}
+
+
+def sft(folder: Path, tmp_path: Path, name: str, *arguments: str, ours: bool = True) -> dict:
+    """The run `name`, which saves into its folder: what `swift_run` notes, and what it exports."""
+    from safetensors.torch import load_file
+
+    if not (model := tmp_path / "model").exists():
+        make_model(model)
+    env = SIZES if ours else {}
+    words = ["--model", str(model), "--dataset", str(model / "data.jsonl"), *ARGUMENTS.split()]
+    words += ["--output_dir", str(tmp_path / name), *arguments]
+    words += ["--external_plugins", str(PLUGIN)] if ours else []
+    result = run(folder, "swift_run", tmp_path / f"{name}.json", *words, env=env)
+    paths = sorted(tmp_path.glob(f"{name}/checkpoint-*/*.safetensors"))
+    result["exports"] = {str(p.relative_to(tmp_path / name)): load_file(p) for p in paths}
+    return result
+
+
+def check_exports(some: dict, others: dict, step: int) -> None:
+    import torch
+
+    names = [name for name in some if name.startswith(f"checkpoint-{step}")]
+    assert names
+    for name in names:
+        assert some[name].keys() == others[name].keys()
+        for key, value in some[name].items():
+            assert torch.equal(value, others[name][key]), (name, key)
 
 
 @pytest.mark.slow
-def test_megatron_sft_trains_and_exports_as_with_stock(tmp_path: Path):
-    import torch
-    from safetensors.torch import load_file
+@pytest.mark.parametrize("kind", KINDS)
+def test_megatron_sft_trains_resumes_and_exports_as_with_stock(tmp_path: Path, kind: str):
+    folder, (words, resumes, exports) = folder_of(PACKAGES.split()), KINDS[kind]
+    begins = [*words.split(), "--finetune", "true"]
+    runs: dict[str, dict] = {}
+    for name, is_ours in (("stock", False), ("ours", True)):
+        goes_on = [*words.split(), "--finetune", "false", resumes]
+        runs[name] = sft(folder, tmp_path, name, *begins, ours=is_ours)
+        last = str(tmp_path / name / "checkpoint-3")
+        again = f"{name} resumed"
+        runs[again] = sft(folder, tmp_path, again, *goes_on, last, ours=is_ours)
+    stock, ours, resumed = runs["stock"], runs["ours"], runs["ours resumed"]
+    check_equal(stock, ours)
+    assert "whole at most, while the model was built" in ours["log"]
+    assert {f"checkpoint-6{end}/{file}" for end, file in exports.items()} <= ours["exports"].keys()
+    for step in (3, 6):
+        check_exports(stock["exports"], ours["exports"], step)
+    losses, _ = zip(*resumed["steps"])
+    assert losses == tuple(loss for loss, _ in runs["stock resumed"]["steps"])
+    check_exports(runs["stock resumed"]["exports"], resumed["exports"], 6)
+    if kind == "full":  # a merge rounds the base of adapters, also in stock
+        assert resumed["steps"] == ours["steps"][3:]
 
-    folder = folder_of(PACKAGES.split())
-    make_model(tmp_path / "model")
-    common = ["--model", str(tmp_path / "model"), *ARGUMENTS.split()]
-    common += ["--dataset", str(tmp_path / "model" / "data.jsonl"), "--output_dir"]
-    results, weights = {}, {}
-    for name, more, env in (
-        ("stock", [], {}),
-        ("ours", ["--external_plugins", str(PLUGIN)], SIZES),
-    ):
-        arguments = [*common, str(tmp_path / name), *more]
-        results[name] = run(folder, "swift_run", tmp_path / f"{name}.json", *arguments, env=env)
-        weights[name] = load_file(tmp_path / name / "checkpoint-6" / "model.safetensors")
-    check_equal(results["stock"], results["ours"])
-    assert weights["stock"].keys() == weights["ours"].keys()
-    for name, value in weights["stock"].items():
-        assert torch.equal(value, weights["ours"][name]), name
+
+@pytest.mark.slow
+def test_megatron_sft_with_all_frozen_is_refused_in_one_line(tmp_path: Path):
+    words = ["--tuner_type", "full", "--finetune", "true", "--freeze_parameters_ratio", "1"]
+    with pytest.raises(AssertionError, match="no parameter of the model needs a gradient"):
+        sft(folder_of(PACKAGES.split()), tmp_path, "frozen", *words)

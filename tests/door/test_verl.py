@@ -23,6 +23,7 @@ def test_verls_model_and_optimizer_train_as_stock(tmp_path: Path):
     ours = run(folder, "verl_run", tmp_path / "ours.json", env=OURS | SIZES)
     check_equal(stock, ours)
     assert "AsyncHZP groups of rank 0" in ours["log"]
+    assert ours["asleep"] == [True]
 
 
 @pytest.mark.slow

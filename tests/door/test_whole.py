@@ -50,7 +50,7 @@ def read_and_write(options: dict) -> dict[str, Any]:
     cpu_platform.install()
     stock = Loop(**options).build()
     stock.train(0, 2)
-    results: dict[str, Any] = {"stock": values_of(stock)}
+    results: dict[str, Any] = {"stock": values_of(stock), "stock goes on": stock.train(2, 4)}
     stock = Loop(**options)
     stock.build_model()
     values = new_values(stock)
@@ -62,8 +62,9 @@ def read_and_write(options: dict) -> dict[str, Any]:
     loop = Loop(**options).build()
     loop.train(0, 2)
     inner = [chunk.module for chunk in loop.model]
-    with whole(inner):
+    with whole(inner), whole(loop.model):  # as an exporter within the caller's own
         results["ours"] = values_of(loop)
+    with whole(inner):
         results["units held"] = units_held(loop)
         first, *_, last = loop.model[0].parameters()
         kept = first.data  # whole, also when another unit is used
@@ -72,7 +73,9 @@ def read_and_write(options: dict) -> dict[str, Any]:
     with pytest.raises(ConfigurationError) as caught, whole(loop.model):
         first.data.mul_(2)
     results["refused"] = str(caught.value)
-    results["goes on"] = len(loop.train(2, 3))
+    with whole(loop.model, writes=True):  # main parameters keep their bits
+        write(loop, results["ours"])
+    results["goes on"] = loop.train(2, 4)
 
     loop = Loop(**options).build()
     with whole(loop.model, writes=True):
@@ -88,13 +91,15 @@ def read_and_write(options: dict) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"dtype": torch.bfloat16}, marks=pytest.mark.slow)]
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"dtype": torch.bfloat16}]
 )
 def test_whole_parameters_are_read_one_unit_at_a_time_and_written(options: dict):
     for results in on_ranks(read_and_write, 2, options):
         for name, value in results["ours"].items():
             torch.testing.assert_close(value, results["stock"][name], rtol=1e-5, atol=1e-6)
         assert set(results["units held"]) == {1}
+        expected = [pytest.approx(step, rel=1e-6) for step in results["stock goes on"]]
+        assert results["goes on"] == expected
         assert results["kept"] and results["of two units"]
         assert "were written within whole(), which only reads" in results["refused"]
         expected = [pytest.approx(step, rel=1e-6) for step in results["stock from values"]]

@@ -112,7 +112,7 @@ def main(out: Path) -> None:
 
         return output, loss
 
-    steps = []
+    steps, asleep = [], []
     for step in range(NUM_STEPS):
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -134,10 +134,13 @@ def main(out: Path) -> None:
         if step == 2:
             megatron_utils.offload_megatron_model_to_cpu(model)
             megatron_utils.offload_megatron_optimizer(optimizer)
+            runtime = getattr(model[0], "runtime", None)
+            asleep.append(runtime is not None and runtime.is_asleep)
             megatron_utils.load_megatron_model_to_gpu(model)
             megatron_utils.load_megatron_optimizer(optimizer)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps({"steps": steps, "wrapper": type(model[0]).__name__}))
+        wrapper = type(model[0]).__name__
+        out.write_text(json.dumps({"steps": steps, "wrapper": wrapper, "asleep": asleep}))
     dist.barrier()
     dist.destroy_process_group()
 

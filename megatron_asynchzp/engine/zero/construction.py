@@ -59,6 +59,10 @@ class _Sharded:
         held = self._held(piece)
         return param.detach().reshape(-1)[held.start : held.stop].clone()
 
+    def cut_again(self) -> None:
+        for part in self.parts:
+            part.values = self._cut(part.param, part.piece)
+
     @property
     def params(self) -> list[nn.Parameter]:
         return [part.param for part in self.parts]
@@ -75,17 +79,19 @@ class _Sharded:
                 buffer.view(held).copy_(part.values)
         return storage
 
-    def gather(self, device: torch.device | None) -> None:
+    def gather(self, device: torch.device | None, lasts: bool) -> None:
+        """Make the parameters whole; with `lasts` each has a storage of its own, as before."""
         for dtype in dict.fromkeys(part.values.dtype for part in self.parts):
             parts = [part for part in self.parts if part.values.dtype == dtype]
             shard = self.new_shard(parts, device)
+            for part in parts:
+                part.values = part.values.new_empty(0)
             full = shard.new_empty(self.layout.padded_numel)
             run_steps(all_gather_steps(shard, full, self.groups.unshard))
             for part in parts:
                 own = full[part.piece.range.start : part.piece.range.stop].view(part.piece.shape)
                 part.param.__class__ = part.kind
-                # A storage of its own, as it had before.
-                part.param.data = own.to(part.values.device, copy=True)
+                part.param.data = own.to(part.values.device, copy=lasts)
 
 
 class Construction:
@@ -94,7 +100,8 @@ class Construction:
         module built      its parameters are whole
         shard(module)     this rank's part is cut out; each parameter is an expanded NaN
         module.bfloat16() or any other conversion happens to the parts
-        a weight is read  its unit is gathered and stays whole       (collective)
+        a weight is used  its unit is gathered and stays whole       (collective)
+                          or, with `reshards`, until a weight of another unit is used
         take(plan)        the part becomes the shard of a unit
 
     This changes no value and draws no random number: the weights are those of the model built
@@ -108,6 +115,8 @@ class Construction:
         device: torch.device | None = None,  # of collectives, if not that of the parameters
         # Called with each whole parameter before it is cut.
         prepare: Callable[[nn.Parameter], object] | None = None,
+        # Cut a unit again, with the values that all ranks wrote, once another one is used.
+        reshards: bool = False,
     ):
         self.groups = groups
         self.peak_whole_nbytes = 0  # the most bytes of parameters that were whole at once
@@ -116,6 +125,8 @@ class Construction:
         self._readers: dict[nn.Parameter, str] = {}
         self._classes: dict[type, type] = {}
         self._modules: dict[nn.Module, list[_Sharded]] = {}
+        self._reshards = reshards
+        self._open: list[_Sharded] = []  # those to be cut again
 
     # ---- a module is complete
 
@@ -173,6 +184,7 @@ class Construction:
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
         """Convert the parts too, in place of `module._apply` (bfloat16(), cuda(), ...)."""
+        self.reshard()
         parts = [part for sharded in self._modules[module] for part in sharded.parts]
         # The present names: adapters may have wrapped complete layers since.
         names = {param: name for name, param in module.named_parameters()}
@@ -191,18 +203,38 @@ class Construction:
 
     def _answer(self, use: Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the parameters whole that `use` reads or writes, and call it."""
-        for param in tree_leaves((args, kwargs)) if use != GRAD else ():
-            if isinstance(param, nn.Parameter) and param in self._sharded:
+        leaves = tree_leaves((args, kwargs)) if use != GRAD else ()
+        params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        if any(param in self._sharded for param in params):
+            self.reshard(except_of=params)
+        for param in params:
+            if param in self._sharded:
                 self._unshard(self._sharded[param], f"{_caller()} uses its weights")
         return use(*args, **kwargs)
 
     @torch.no_grad()
+    def reshard(self, except_of: Collection[nn.Parameter] = ()) -> None:
+        """Cut the units that were gathered for a use, but those of `except_of`."""
+        for sharded in self._open:
+            if not any(param is kept for param in sharded.params for kept in except_of):
+                sharded.cut_again()
+                for part in sharded.parts:
+                    del self._readers[part.param]
+                    self._sharded[part.param] = sharded
+                    self._hide(part, part.values.new_full((), float("nan")))
+        self._open = [sharded for sharded in self._open if sharded.params[0] in self._readers]
+
+    @torch.no_grad()
     def _unshard(self, sharded: _Sharded, reason: str) -> None:
-        sharded.gather(self._device)
+        is_cut_again = self._reshards and reason != OTHER_UNITS
+        sharded.gather(self._device, lasts=not is_cut_again)
         for param in sharded.params:
             del self._sharded[param]
             self._readers[param] = reason
-        sharded.parts = []
+        if is_cut_again:
+            self._open.append(sharded)
+        else:
+            sharded.parts = []
         self.note_whole(())
 
     # ---- the model is complete

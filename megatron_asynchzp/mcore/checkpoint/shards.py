@@ -151,6 +151,8 @@ class ChunkCheckpoint:
         self._model.sharded_state_dict = self.sharded_state_dict
         self._pieces: dict[torch.nn.Parameter, list[list[StoredRun]]] = {}
         self._asked: dict[str, dict[str, Any]] = {}
+        # The name of the parameter of each shard of the last sharded_state_dict, by its key there.
+        self.names: dict[str, dict[str, str]] = {}
         self._is_spread = False
 
     # ---- what there is
@@ -165,9 +167,12 @@ class ChunkCheckpoint:
         self._pieces, rest = self._stored_runs(*args, **kwargs)
         self._is_spread = is_shared_load()
         state: dict[str, Any] = rest
+        names = {id(param): name for name, param in self._model.named_parameters()}
         for key, is_trained in ((SHARDS_KEY, True), (FROZEN_KEY, False)):
-            shards = list(self._model_shards(is_trained))
+            pairs = list(self._model_shards(is_trained))
+            shards = [shard for _, shard in pairs]
             self._asked[key] = {str(i): shard.data for i, shard in enumerate(shards)}
+            self.names[key] = {str(i): names[id(param)] for i, (param, _) in enumerate(pairs)}
             state |= self.as_state(shards, key)
         return state
 
@@ -203,7 +208,7 @@ class ChunkCheckpoint:
                     )
         return runs, rest  # pyright: ignore[reportReturnType]
 
-    def _model_shards(self, is_trained: bool) -> Iterator[ShardedTensor]:
+    def _model_shards(self, is_trained: bool) -> Iterator[tuple[torch.nn.Parameter, ShardedTensor]]:
         states: dict[HZPUnit, States] = {}
         for unit in self._runtime.units:
             if unit.is_trained == is_trained and is_read_here(unit):
@@ -212,7 +217,8 @@ class ChunkCheckpoint:
                 views = held.sub_buffer(unit.optim_range).fragment_views()
                 states[unit] = {"": [held_part(unit, *pair) for pair in enumerate(views)]}
         for unit, _, held in runs_to_write(states):
-            yield from self.shards_of(unit, held)
+            for shard in self.shards_of(unit, held):
+                yield unit.params[held.index], shard
 
     def current_values(self, values: torch.Tensor) -> torch.Tensor:
         return self._runtime.current_values(values)
@@ -241,20 +247,23 @@ class ChunkCheckpoint:
     ) -> tuple[list[str], list[str]]:
         """Load the entries of the last `sharded_state_dict`. Collective over the sharding groups.
 
-        Returns missing and unexpected keys of buffers and extra states. Raises ConfigurationError
-        if the checkpoint lacks a shard or, with `strict`, another entry.
+        Returns missing keys, of this rank's shards, and unexpected ones: those parameters keep
+        their values. With `strict` raises ConfigurationError instead.
         """
         self._runtime.check_awake()
-        rest = dict(state_dict)
+        rest, lacking = dict(state_dict), dict[str, None]()
         for key, asked in self._asked.items():
-            fill(asked, rest.pop(key, {}))
+            loaded = rest.pop(key, {})
+            absent = () if strict else asked.keys() - loaded.keys()
+            lacking |= dict.fromkeys(self.names[key][index] for index in asked if index in absent)
+            fill({index: asked[index] for index in asked if index not in absent}, loaded)
         self._asked = {}
         if self._is_spread:
             for unit in self._runtime.units:
                 broadcast_to_replicas(unit, [unit.model_param.view(unit.optim_range)])
         missing, unexpected = self._load_rest(rest, strict)
         self._runtime.complete_params()
-        return missing, unexpected
+        return [*lacking, *missing], unexpected
 
     def _load_rest(self, state_dict: dict[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         own = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}

@@ -5,17 +5,19 @@
 The class is the seam, not its name: it makes our wrapper in each module that has imported it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from inspect import signature
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.door.exports import patch_exports
+from megatron_asynchzp.errors import ConfigurationError, raise_first
+from megatron_asynchzp.mcore.door.building import take_construction
+from megatron_asynchzp.mcore.door.frameworks import patch_frameworks
 from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
 from megatron_asynchzp.mcore.door.wrapper import NO_OPTIMIZER, DoorDataParallel
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces
@@ -55,20 +57,32 @@ def get_optimizer(original: Callable, *args: Any, **options: Any) -> Any:
     given = signature(original).bind(*args, **options)
     given.apply_defaults()
     chunks, overrides = given.arguments["model_chunks"], given.arguments["config_overrides"]
-    if not isinstance(chunks[0], DoorDataParallel):
-        return original(*args, **options)
-    if given.arguments["dump_param_to_param_group_map"]:
-        raise ConfigurationError(
-            "dump_param_to_param_group_map is not supported with AsyncHZP: the map is written by "
-            "Megatron's own optimizer, which is not used; leave it out"
-        )
+    raise_first(_faults_of_call(chunks, given.arguments["dump_param_to_param_group_map"]))
     groups = given.arguments["pg_collection"] or chunks[0].given_groups
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     config = given.arguments["config"]
     settings = _shard(chunks, config, groups)
-    return get_asynchzp_optimizer(
+    optimizer = get_asynchzp_optimizer(
         settings.optimizer, chunks, overrides, groups, settings.run.moments
     )
+    for chunk in chunks:
+        chunk.optimizer = ref(optimizer)
+    return optimizer
+
+
+def _faults_of_call(chunks: Sequence, map_path: str | None) -> Iterator[str]:
+    for chunk in chunks:
+        if not isinstance(chunk, DoorDataParallel):
+            yield (
+                f"a model is wrapped with {type(chunk).__name__}, which AsyncHZP does not shard; "
+                "wrap it with megatron.core's DistributedDataParallel after install(), or leave "
+                "install() out"
+            )
+    if map_path:
+        yield (
+            "dump_param_to_param_group_map is not supported with AsyncHZP: the map is written by "
+            "Megatron's own optimizer, which is not used; leave it out"
+        )
 
 
 @replaces(
@@ -88,26 +102,29 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
     run, first = Run.current(), chunks[0]
     assert run is not None and run.config is not None
     settings = DoorSettings.of(run.config, first.config, config, first.ddp_config, groups)
-    check_ranks_agree(comparable(settings.run))
-    run.meet_model(settings.megatron, settings.run)
-    if first.is_sharded:
-        return settings
+    check_ranks_agree(comparable(settings.run, first.config, config, first.ddp_config))
     params = [param for chunk in chunks for param in chunk.parameters()]
     if not is_true_anywhere(any(param.requires_grad for param in params)):
         raise ConfigurationError(
             "no parameter of the model needs a gradient, so there is nothing to train; call "
             "requires_grad_() on those to train before the optimizer is made"
         )
+    construction = take_construction(params, settings.run)
+    run.meet_model(settings.megatron, settings.run)
+    if first.is_sharded:
+        return settings
     for chunk in chunks:
         chunk.ddp_config = settings.ddp
-    shard_chunks(chunks, groups, settings.run)
+    shard_chunks(chunks, groups, settings.run, construction)
     for chunk in chunks:
         chunk.note_sharded(chunks)
-    patch_exports()
+    patch_frameworks()
     if settings.megatron.qk_clip:
         refuse_unknown_attention(chunks)
     if dist.get_rank() == 0:
-        table = format_start_table(chunks, settings.run.ranks_per_node, settings.run.moment_nbytes)
+        whole_nbytes = None if construction is None else construction.peak_whole_nbytes
+        nodes, moments = settings.run.ranks_per_node, settings.run.moment_nbytes
+        table = format_start_table(chunks, nodes, moments, whole_nbytes)
         lines = [f"megatron_asynchzp: {line}" for line in settings.lines]
         print(*lines, table, sep="\n", flush=True)
     return settings

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.engine.comm.agreement import text_of
+from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.changes import OWN_SETTINGS
+from megatron_asynchzp.mcore.flags.checks import faults_of_muon
 from megatron_asynchzp.mcore.flags.config import (
     OPTIONS,
     STATES,
@@ -30,6 +35,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     sharding_ranks_per_node,
 )
 from megatron_asynchzp.mcore.run.settings import RunSettings
+from megatron_asynchzp.mcore.start.low_precision import faults_of_machine
 from megatron_asynchzp.mcore.start.shard_groups import communication_device
 
 # Choices about things that a framework does by itself, or that the planner does before a run.
@@ -43,6 +49,7 @@ _USELESS = {
 }
 _WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _MINUTES = 10.0
 
 
@@ -73,12 +80,14 @@ class DoorSettings:
 
         `groups` is Megatron's ProcessGroupCollection.
         """
-        own = _own_settings(config, transformer, optimizer, ddp, groups)
+        own = _own_settings(config, optimizer, ddp, groups)
         settings: Any = MegatronSettings(own, transformer, optimizer, ddp)
         refuse(RULES[OURS], settings)
+        raise_first(_faults_of_dataclasses(transformer, optimizer))
+        for faults in (faults_of_machine, faults_of_muon):
+            raise_first(faults(settings))
         group_size = groups.dp_cp.size()
-        on_node = sharding_ranks_per_node(settings)
-        sizes = resolve_shard_sizes(config, settings, group_size, on_node)
+        sizes = _sizes(config, settings, group_size)
         rules = changes(RULES[OURS], settings)
         _check_built_so(rules, transformer, (own, optimizer, ddp), settings)
         lines = describe_translation(settings, sizes, group_size) + describe_cuts(sizes, group_size)
@@ -87,23 +96,63 @@ class DoorSettings:
             lines.append(
                 "gradients travel in bf16, as without grad_reduce_in_fp32, and are summed in fp32"
             )
-        sized = {f"asynchzp_{state}_shard_size": getattr(sizes, state) for state in STATES}
-        vars(own).update(OWN_SETTINGS | values_after(rules, settings) | sized)
-        run = RunSettings.of(AsyncHZPConfig.of(vars(own)), settings, sizes)
+        vars(own).update(OWN_SETTINGS | values_after(rules, settings))
+        run = _run_settings(own, settings, sizes)
         changed = {rule.setting: rule.value for rule in rules}
         return cls(settings, run, _changed(optimizer, changed), _changed(ddp, changed), lines)
 
 
-def comparable(run: RunSettings) -> dict[str, str]:
-    """The settings in which all ranks of a run must agree, as text."""
+def settings_before_model(config: AsyncHZPConfig, groups: Any) -> RunSettings:
+    """The settings by which a model is built in shards, with Megatron's defaults for the others."""
+    configs = OptimizerConfig(), DistributedDataParallelConfig()
+    own = _own_settings(config, *configs, groups)
+    vars(own).update(OWN_SETTINGS)
+    settings = MegatronSettings(own, *configs)
+    return _run_settings(own, settings, _sizes(config, settings, groups.dp_cp.size()))
+
+
+def _sizes(config: AsyncHZPConfig, settings: Any, group_size: int) -> ShardSizes:
+    return resolve_shard_sizes(config, settings, group_size, sharding_ranks_per_node(settings))
+
+
+def _run_settings(own: Namespace, settings: Any, sizes: ShardSizes) -> RunSettings:
+    vars(own).update({f"asynchzp_{name}_shard_size": getattr(sizes, name) for name in STATES})
+    return RunSettings.of(AsyncHZPConfig.of(vars(own)), settings, sizes)
+
+
+def comparable(run: RunSettings, *configs: Any) -> dict[str, str]:
+    """The settings in which all ranks of a run must agree, as text.
+
+    `configs` are Megatron's dataclasses, whose functions and other objects are left out.
+    """
     left_out = ("config", "trace", "number_of_step", "ranks_per_node")
     text = {f.name: repr(getattr(run, f.name)) for f in fields(run) if f.name not in left_out}
+    for config in configs:
+        values = {
+            f"{type(config).__name__}.{f.name}": getattr(config, f.name) for f in fields(config)
+        }
+        text |= {
+            name: text_of(value) for name, value in values.items() if isinstance(value, _PLAIN)
+        }
     return text | {flag_of(name): repr(getattr(run.config, name)) for name in OPTIONS}
 
 
-def _own_settings(
-    config: AsyncHZPConfig, transformer: Any, optimizer: Any, ddp: Any, groups: Any
-) -> Namespace:
+def _faults_of_dataclasses(transformer: Any, optimizer: Any) -> Iterator[str]:
+    """Name settings of two dataclasses that contradict each other, and one that comes too late."""
+    for name in ("bf16", "fp16"):
+        if (wanted := getattr(transformer, name)) != (value := getattr(optimizer, name)):
+            yield (
+                f"OptimizerConfig: {name} is {value}, and TransformerConfig's is {wanted}; give "
+                "both the same"
+            )
+    if transformer.cuda_graph_impl == "local":
+        yield (
+            "TransformerConfig: cuda_graph_impl is local, and its layers have left the stream on "
+            "which AsyncHZP works; use transformer_engine"
+        )
+
+
+def _own_settings(config: AsyncHZPConfig, optimizer: Any, ddp: Any, groups: Any) -> Namespace:
     """The settings by the names of arguments that no dataclass has, or has in another form."""
     pipeline, world = dist.get_process_group_ranks(groups.pp), dist.get_world_size()
     stages = len(pipeline)
@@ -114,7 +163,7 @@ def _own_settings(
         rank=dist.get_rank(),
         tensor_model_parallel_size=groups.tp.size(),
         pipeline_model_parallel_size=stages,
-        context_parallel_size=transformer.context_parallel_size,
+        context_parallel_size=groups.cp.size(),
         use_tp_pp_dp_mapping=stages > 1 and pipeline[1] - pipeline[0] != world // stages,
         grad_reduce_in_bf16=bool(optimizer.bf16 and not ddp.grad_reduce_in_fp32),
         # The sums of ranks that start differently would be of no model: the first rank's count.

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.guard import ParamGuard, Use, new_guarded_class
+from megatron_asynchzp.engine.zero.step import StepState
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.step.communication import Communication
@@ -39,6 +40,7 @@ def whole(model: Any, writes: bool = False) -> Iterator[None]:
         runtime
         for runtime in Communication.open_runtimes()
         if any(id(param) in own for unit in runtime.units for param in unit.params)
+        and runtime.state is not StepState.STREAMING  # whole already, within another whole()
     ]
     with ExitStack() as stack:
         for runtime in runtimes:
@@ -56,10 +58,16 @@ def whole(model: Any, writes: bool = False) -> Iterator[None]:
 
 @torch.no_grad()
 def _take_over(runtimes: Sequence[HZPRuntime]) -> None:
-    """Let main parameters and the next gathers have the values in the parameter shards."""
+    """Let main parameters and the next gathers have the values in the parameter shards.
+
+    Elements that were not written keep their main parameters, which have more bits.
+    """
     for runtime in runtimes:
         for unit in runtime.units:
-            unit.copy_model_to_main()
+            if unit.is_trained and not unit.is_main_param_aliased:
+                main, shard = unit.main_param.storage, unit.model_param.view(unit.optim_range)
+                shard = shard.to(main.device)
+                main.copy_(torch.where(main.to(shard.dtype) == shard, main, shard.to(main.dtype)))
             unit.marks.note_rewritten()
         runtime.gathers.note_written()
 

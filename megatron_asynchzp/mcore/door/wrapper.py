@@ -9,7 +9,8 @@ then: what was loaded, initialised or frozen in between is sharded, and a model 
 (a reference, a judge) stays whole and is only called.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, override
 
@@ -21,8 +22,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron_asynchzp.engine.zero.step import StepState
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import FROZEN_KEY, SHARDS_KEY
+from megatron_asynchzp.mcore.door.building import is_built_in_shards
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel, reduce_last_micro_batch
+from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 
+_SHARD = re.compile(rf".*\.({SHARDS_KEY}|{FROZEN_KEY})\.(\d+)")
 NO_OPTIMIZER = (
     "a model is trained whose optimizer AsyncHZP did not make: call megatron_asynchzp.install() "
     "before anything keeps get_megatron_optimizer under a name of its own, and make the optimizer "
@@ -54,6 +58,7 @@ class DoorDataParallel(AsyncHZPDataParallel):
         self.config = config
         self.given_groups = pg_collection
         self.siblings: Sequence[DoorDataParallel] = ()  # all chunks of the rank, once sharded
+        self.optimizer: Callable[[], AsyncHZPOptimizer | None] = lambda: None  # once it is made
 
     @property
     def is_sharded(self) -> bool:
@@ -64,18 +69,35 @@ class DoorDataParallel(AsyncHZPDataParallel):
         """Take part in a model of `siblings`, all sharded, whose checkpoints are shards."""
         self.siblings = siblings
         model: Any = unwrap_model(self.module)
-        load = model.load_state_dict
+        describe, load = model.sharded_state_dict, model.load_state_dict
+
+        def sharded_state_dict(*args: Any, **options: Any) -> dict[str, Any]:
+            """Give each shard a key that begins with its parameter's, by which it is filtered."""
+            state = describe(*args, **options)
+            for kind, names in self.checkpoint.names.items():
+                shards = state.pop(kind, {})
+                state |= {f"{names[i]}.{kind}.{i}": shard for i, shard in shards.items()}
+            return state
 
         def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, **rest: Any) -> Any:
-            if SHARDS_KEY in state_dict or FROZEN_KEY in state_dict:
+            if any(map(_SHARD.fullmatch, state_dict)):
                 return self.load_state_dict(state_dict, strict)
             if self.runtime.state is not StepState.STREAMING:  # as within whole()
                 raise ConfigurationError(_WHOLE_VALUES)
             return load(state_dict, strict=strict, **rest)
 
-        model.load_state_dict = load_state_dict
+        model.sharded_state_dict, model.load_state_dict = sharded_state_dict, load_state_dict
 
-    # ---- while it is whole
+    # ---- before its optimizer is made
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_sharded and is_built_in_shards([*self.parameters()]):
+            raise ConfigurationError(
+                "a model that was built within building() is called without an optimizer; make "
+                "its optimizer first, or build it outside"
+            )
+        return super().forward(*args, **kwargs)
 
     @override
     def no_sync(self) -> AbstractContextManager:
@@ -92,15 +114,17 @@ class DoorDataParallel(AsyncHZPDataParallel):
 
     @override
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        if not self.is_sharded:
-            raise ConfigurationError(NO_OPTIMIZER)
+        self._check_sharded()
         super().finish_grad_sync(force_all_reduce)
 
     @override
     def scale_gradients(self, scaling_factor: float) -> None:
+        self._check_sharded()
+        super().scale_gradients(scaling_factor)
+
+    def _check_sharded(self) -> None:
         if not self.is_sharded:
             raise ConfigurationError(NO_OPTIMIZER)
-        super().scale_gradients(scaling_factor)
 
     # ---- checkpoints
 
@@ -115,4 +139,10 @@ class DoorDataParallel(AsyncHZPDataParallel):
         """Load a state dict of the chunk; returns missing and unexpected keys, as torch does."""
         if not self.is_sharded:
             return self.module.load_state_dict(state_dict, strict=strict)
-        return _IncompatibleKeys(*self.checkpoint.load_state_dict(state_dict, strict))
+        state: dict[str, Any] = {}
+        for key, value in state_dict.items():
+            if shard := _SHARD.fullmatch(key):
+                state.setdefault(shard[1], {})[shard[2]] = value
+            else:
+                state[key] = value
+        return _IncompatibleKeys(*self.checkpoint.load_state_dict(state, strict))

@@ -12,7 +12,10 @@ from typing import Any
 _FIELDS = {
     "num_experts": "num_moe_experts",
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "hybrid_layer_pattern": "is_hybrid_model",
+    "te_precision_config_file": "quant_recipe",
     "ddp_bucket_size": "bucket_size",
+    "ddp_num_buckets": "num_buckets",
     "ddp_average_in_collective": "average_in_collective",
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
     "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",

@@ -271,7 +271,7 @@ def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: 
 
         spec_or_module = use_pasa_in(spec_or_module, run.attention)
     module = original(spec_or_module, *args, **kwargs)
-    if run_args() is not None:
+    if run is not None and (run.settings or run.config):
         from megatron_asynchzp.mcore.start.construction import note_built
 
         note_built(module)

@@ -9,12 +9,14 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.engine.sharding.topology import ShardSizes
+from megatron_asynchzp.engine.zero.construction import Construction
 from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.arguments import config_of, schedule_of
 from megatron_asynchzp.mcore.flags.config import AUTO, AsyncHZPConfig, TraceRequest
@@ -102,6 +104,7 @@ class Run:
     attention: PasaOptions | None  # None without --use-pasa-attention
     capture: CaptureRequest | None
     config: AsyncHZPConfig | None = None  # of install(): settings come with the first optimizer
+    _built: tuple[ref[Construction], ...] = ()  # what building() began, until it is sharded
 
     # A process has one run, as its interpreter has one Megatron.
     _current: ClassVar["Run | None"] = None
@@ -122,6 +125,17 @@ class Run:
     def begin_installed(cls, config: AsyncHZPConfig) -> None:
         """Let the first optimizer that is made bring the settings of this process."""
         Run._current = cls(None, None, None, None, config)
+
+    @classmethod
+    def note_construction(cls, construction: Construction) -> None:
+        """Keep a model under construction for its optimizer, as long as the model is there."""
+        run = Run._current
+        assert run is not None
+        Run._current = replace(run, _built=(*run._built, ref(construction)))
+
+    def constructions(self) -> list[Construction]:
+        """Return the models under construction that are there."""
+        return [model for built in self._built if (model := built()) is not None]
 
     def meet_model(self, megatron: Any, settings: RunSettings) -> None:
         """Take the settings of a model; those of a second one must be the same."""

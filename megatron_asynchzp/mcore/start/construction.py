@@ -31,9 +31,15 @@ _CONSTRUCTION: ContextVar[Construction | None] = ContextVar("asynchzp_constructi
 
 @contextmanager
 def constructing(
-    settings: RunSettings, pg_collection: ProcessGroupCollection, has_experts: bool
-) -> Iterator[None]:
-    """Shard layers and edges as soon as each is built. Collective; has_experts is world-wide."""
+    settings: RunSettings,
+    pg_collection: ProcessGroupCollection,
+    has_experts: bool,
+    reshards: bool = False,
+) -> Iterator[Construction]:
+    """Shard layers and edges as soon as each is built. Collective; has_experts is world-wide.
+
+    See Construction for reshards.
+    """
     groups = create_shard_groups(settings, pg_collection, has_experts)
 
     def use_first_rank(param: nn.Parameter) -> None:
@@ -44,11 +50,12 @@ def constructing(
         sharding_group_key,
         communication_device(pg_collection.dp_cp),
         use_first_rank if settings.starts_differ else None,
+        reshards,
     )
     token = _CONSTRUCTION.set(construction)
     hook = register_module_module_registration_hook(_note_registered)
     try:
-        yield
+        yield construction
     finally:
         hook.remove()
         _CONSTRUCTION.reset(token)

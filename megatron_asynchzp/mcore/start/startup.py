@@ -33,8 +33,6 @@ def prepare_process(argv: list[str]) -> None:
         return
     start_s = time.monotonic()
     _announce("importing Megatron, which can take half a minute")
-    for line in untested({"torch": torch.__version__, "megatron-core": found_version()}):
-        _announce(line)
     choose_platform(argv)
     patch_megatron()
     _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")
@@ -47,6 +45,8 @@ def patch_megatron(patches: Sequence[Patch] = PATCHES) -> None:
             f"torch {torch.__version__} was found at {torch.__file__}, and this version of "
             f"megatron_asynchzp needs {TORCH[0]} or later; install one"
         )
+    for line in untested({"torch": torch.__version__, "megatron-core": found_version()}):
+        _announce(line)
     for module in pkgutil.walk_packages(mcore.__path__, f"{mcore.__name__}."):
         if module.name.removeprefix(f"{mcore.__name__}.") not in _ACT_ON_IMPORT:
             try:

@@ -8,10 +8,10 @@ from typing import Any, override
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import (
     _get_megatron_optimizer_based_on_param_groups,
-    _get_param_groups,
     check_config_overrides_consistency,
     get_standard_config_overrides,
 )
@@ -380,7 +380,9 @@ def get_asynchzp_optimizer(
         from megatron_asynchzp.mcore.step.muon import build_muon, muon_overrides
 
         config_overrides = config_overrides | muon_overrides()
-    param_groups = _get_param_groups(list(model_chunks), config, config_overrides)
+    # By its name there: a framework may have replaced it for groups of its own.
+    grouped = megatron_optimizer._get_param_groups
+    param_groups = grouped(list(model_chunks), config, config_overrides)
     parameters = ShardedParameters(model_chunks)
     if is_rounded := parameters.are_grads_rounded:
         # Megatron, and Transformer Engine for it, then look for gradients in decoupled_grad.

@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where frameworks use parameters outside a step: within whole(), or asleep.
+
+Each function is replaced in the frameworks that the process has imported at install(), or when it
+shards a model.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_asynchzp.mcore.door.building import building
+from megatron_asynchzp.mcore.door.whole import whole
+from megatron_asynchzp.mcore.door.wrapper import DoorDataParallel
+from megatron_asynchzp.mcore.patches.patch import Patch, apply_patches, replaces
+from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
+
+_TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
+
+
+@replaces(
+    "mcore_bridge.bridge.gpt_bridge.GPTBridge.export_weights",
+    "self mg_models target_device only_master_rank peft_format adapter_name converter tqdm_desc "
+    "disable_tqdm _is_saving skip_unsupported_export",
+    why="ms-swift saves and sends weights in the form of Hugging Face from here",
+    drop_when="the bridge asks the wrapper for whole parameters",
+)
+def export_weights(
+    original: Callable, self: Any, mg_models: Any, *args: Any, **options: Any
+) -> Iterator[Any]:
+    with whole(mg_models):
+        yield from original(self, mg_models, *args, **options)
+
+
+@replaces(
+    f"{_TRAINER}.prepare_model",
+    "self",
+    why="ms-swift builds the trained model here, reads its weights and wraps it",
+    drop_when="megatron-core calls back before a model is built",
+)
+def prepare_model(original: Callable, self: Any) -> None:
+    with building():
+        original(self)
+
+
+@replaces(
+    f"{_TRAINER}._initialize_embedding",
+    "model",
+    why="ms-swift looks here for rows of new tokens, which are 0, and draws them",
+    drop_when="as above",
+)
+def initialize_embedding(original: Callable, *args: Any) -> None:
+    model = args[-1]  # behind the trainer: it is a static method, and this is none
+    held = [vars(param) for param in model.parameters() if hasattr(param, "main_param")]
+    mains = [attributes.pop("main_param") for attributes in held]  # which it would write whole
+    try:
+        with whole(model, writes=True):
+            original(model)
+    finally:
+        for attributes, main in zip(held, mains, strict=True):
+            attributes["main_param"] = main
+
+
+def _merging(name: str, parameters: str) -> Patch:
+    def merge(original: Callable, self: Any, *args: Any, **options: Any) -> None:
+        with whole(self.unwrapped_models, writes=True):
+            original(self, *args, **options)
+
+    why = "ms-swift adds adapters to the weights, or takes them off, around an export"
+    return replaces(f"{_TRAINER}.{name}", parameters, why=why, drop_when="as above")(merge)
+
+
+# ---- offloading
+
+
+def _offloading(module: str) -> list[Patch]:
+    """The patches of four functions that verl and ms-swift have in common."""
+
+    def move(original: Callable, models: Sequence[Any], *args: Any, **options: Any) -> None:
+        # Stock moves a wrapper's buffers, which ours lacks: one without optimizer is a module.
+        sharded = [model for model in models if isinstance(model, DoorDataParallel)]
+        optimizer = sharded[0].optimizer() if sharded else None
+        if optimizer is None:
+            plain = [m.module if isinstance(m, DoorDataParallel) else m for m in models]
+            original(plain, *args, **options)
+        elif (leaves := "offload" in original.__name__) != _is_asleep(optimizer):
+            optimizer.sleep(2) if leaves else optimizer.wake()
+
+    def move_states(original: Callable, optimizers: Any) -> None:
+        if not (isinstance(optimizers, AsyncHZPOptimizer) and _is_asleep(optimizers)):
+            original(optimizers)
+
+    why = "a model that leaves the device takes its shards and the optimizer's states with it"
+    calls = {
+        "offload_megatron_model_to_cpu": ("models", move),
+        "load_megatron_model_to_gpu": ("models load_grad load_frozen_params", move),
+        "offload_megatron_optimizer": ("optimizers", move_states),
+        "load_megatron_optimizer": ("optimizers", move_states),
+    }
+    return [
+        replaces(f"{module}.{name}", parameters, why=why, drop_when="it asks the wrapper")(call)
+        for name, (parameters, call) in calls.items()
+    ]
+
+
+def _is_asleep(optimizer: AsyncHZPOptimizer) -> bool:
+    return optimizer.model_chunks[0].runtime.is_asleep
+
+
+_SWIFT, _VERL = "swift.megatron.trainers.utils", "verl.utils.megatron_utils"
+_PATCHES: dict[str, list[Patch]] = {
+    "mcore_bridge": [export_weights],
+    "swift.megatron.trainers.base": [
+        prepare_model,
+        initialize_embedding,
+        _merging("merge_lora_adapters", "self adapter_name"),
+        _merging("unmerge_lora_adapters", "self"),
+    ],
+    _SWIFT: _offloading(_SWIFT),
+    _VERL: _offloading(_VERL),
+}
+
+
+def patch_frameworks() -> None:
+    """Replace the functions of those frameworks that this process has imported."""
+    for module, patches in _PATCHES.items():
+        if module in sys.modules:
+            apply_patches(patches)
