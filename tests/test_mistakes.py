@@ -125,7 +125,7 @@ MISTAKES = {
         "plan --cluster h100 --picture no/plan.png -- x.py", "no/plan.png: no such folder; name"),
     "a flag that is not supported": (uses("--skip-train"), "--skip-train is not supported"),
     "a value that is not supported": (
-        uses("--cuda-graph-impl full_iteration"), "-graph-impl full_iteration is not supported"),
+        uses("--fp8-recipe custom"), "--fp8-recipe custom is not supported"),
     "settings in a file that drops flags": (
         uses("--yaml-cfg a.yaml"), "--yaml-cfg a.yaml is not supported with --use-asynchzp"),
     "settings in a file that drops PASA": (

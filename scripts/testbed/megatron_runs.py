@@ -436,6 +436,10 @@ def tear_down():
     _forget_losses()
     if graphs := sys.modules.get("megatron.core.transformer.cuda_graphs"):
         graphs.delete_cuda_graphs()
+    if graphs := sys.modules.get("megatron.core.full_cuda_graph"):
+        for buffers in graphs.StaticBufferLoader.static_buffers.values():
+            buffers.clear()  # of the last run's sizes
+        graphs.FullCudaGraphWrapper.curr_iteration.update(training=0, validation=0)
     if te := sys.modules.get("transformer_engine.pytorch"):
         te.quantization.FP8GlobalStateManager.reset()  # it knows the last model's groups
     writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")

@@ -36,6 +36,8 @@ _CAPTURED_BESIDE_EXPERTS = ["--cuda-graph-modules", "attn", "moe_router", "moe_p
 # On a command line this switches offloading on. NVIDIA's configurations do that by an assignment of
 # its own, which their recipes with graphs don't have: Megatron takes no graphs with offloading.
 _LAYERS_OFFLOADED = "--cpu-offloading-num-layers"
+# Megatron demands it of graphs of a whole iteration, and NVIDIA's recipes assign it.
+_UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
 # The other writer is a package that need not be installed here.
 _WRITER = ["--async-strategy", "mcore"]
 
@@ -124,6 +126,8 @@ def _of_list(path: Path) -> Iterator[Case]:
     for recipe in json.loads(path.read_text()):
         # As the configuration has it, and not the parser.
         flags = ["--use-nccl-ub" if flag == "--nccl-ub" else flag for flag in recipe["flags"]]
+        if "full_iteration" in flags:
+            flags += [_UNCHECKED]
         if "--cuda-graph-impl" in flags:
             flags = without_flag(flags, _LAYERS_OFFLOADED)
         ranks = recipe["gpus"]

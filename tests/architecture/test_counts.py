@@ -8,10 +8,10 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39328,
-    "docstring words": 35358,
-    "docstring lines": 3267,
-    "raise ConfigurationError": 250,
+    "lines": 39632,
+    "docstring words": 35706,
+    "docstring lines": 3303,
+    "raise ConfigurationError": 252,
     "context variables": 3,
     "assignments of __class__": 9,
     "reads of stack frames": 3,

@@ -20,7 +20,8 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.engine.comm.collectives import ranks_along
@@ -130,6 +131,8 @@ class Driver:
     ):
         self.timeline, self.device = timeline, timeline.device
         self.limit_s = limit_s  # for a collective
+        self.in_graph = False  # tasks that are submitted now are captured
+        self._streams: dict[str, Any] = {}  # by lane
         self.step = self.num_steps = 0  # the latest step that has begun
         self.submitted = Submitted()
         # Submitted tasks by lane; all ranks have the lanes in one order.
@@ -286,7 +289,7 @@ class Driver:
             raise RuntimeError(
                 f"{task.title}: submitted after close(). Use the model before its close()."
             )
-        task.driver, task.step = self, self.step
+        task.driver, task.step, task.in_graph = self, self.step, self.in_graph
         self.last_task = self.latest[task.lane] = task
         self.submitted.add(task.name)
         self.counts[task.lane] += 1
@@ -305,7 +308,36 @@ class Driver:
             task.issue()
             task.finish()
         if self.device.runs_ahead:
+            self._watch(task)
+
+    def _watch(self, task: Task) -> None:
+        if not task.in_graph:
             self._watchdog.watch(task.lane, task.has_ended, task)
+
+    @contextmanager
+    def capturing(self) -> Generator[None]:
+        """Make the tasks within a part of the CUDA graph that the main thread captures.
+
+        [Note: tasks in a graph] All lanes join the capture and end in it. Only replays run such a
+        task, and nothing may ask for an event of a capture: has_ended is true at once, and the time
+        limit does not count.
+        """
+        fork, streams = self.device.record_event(), list(self._streams.values())
+        for stream in streams:
+            with self.device.on_stream(stream):
+                self.device.wait_event(fork)
+        self.timeline.pause()
+        self.latest.clear()
+        self.in_graph = True
+        try:
+            yield
+            for stream in streams:
+                with self.device.on_stream(stream):
+                    end = self.device.record_event()
+                self.device.wait_event(end)
+        finally:
+            self.in_graph = False
+            self.latest.clear()
 
     def complete(self, task: Task) -> None:
         self.raise_failure()

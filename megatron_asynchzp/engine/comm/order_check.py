@@ -58,7 +58,9 @@ class OrderCheck:
         self._answer = torch.empty(0)  # extremes of the hashes, on the host
         self._task: Task | None = None
 
-    def start(self, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+    def start(
+        self, settings: Mapping[str, str] = MappingProxyType({}), of: str = "all units"
+    ) -> None:
         """Finish the last comparison, which may raise, and start the next one. Collective.
 
         `settings` are compared along with the tasks (see agreement.Settings).
@@ -82,7 +84,7 @@ class OrderCheck:
                 last = yield from all_reduce_steps(extremes, self._crossing, dist.ReduceOp.MAX)
             return followed_by(last, lambda: answer.copy_(extremes, non_blocking=True))
 
-        self._task = self._submit(steps)
+        self._task = self._submit(steps, of)
 
     def wait(self) -> None:
         """Wait until the comparison no longer uses its communicators; needed only on a CPU."""
@@ -116,8 +118,8 @@ class OrderCheck:
         axes = self._axes if axes is None else axes
         self._submit(partial(all_reduce_steps, values, axes, dist.ReduceOp.MAX)).wait()
 
-    def _submit(self, start: Callable[[], Steps]) -> Task:
-        return submit_comparison(self._driver, "all units", self._axes, start)
+    def _submit(self, start: Callable[[], Steps], of: str = "all units") -> Task:
+        return submit_comparison(self._driver, of, self._axes, start)
 
     def _describe_difference(self) -> str:
         """Describe the first difference, in the first group that has one, and the remedy."""

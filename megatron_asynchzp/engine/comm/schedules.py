@@ -5,7 +5,9 @@
 import queue
 import threading
 import time
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, override
 
 from megatron_asynchzp.engine.comm.driver import Driver, FailureContext, OnFailure
 from megatron_asynchzp.engine.comm.task import Task
@@ -79,7 +81,7 @@ class MainThreadDriver(Driver):
                 task.issue_rest()
                 if not task.is_on_its_way:
                     task.finish()
-                self._watchdog.watch(task.lane, task.has_ended, task)
+                self._watch(task)
 
     def complete(self, task: Task) -> None:
         """Complete `task` after all earlier tasks of its lane.
@@ -98,6 +100,16 @@ class MainThreadDriver(Driver):
             stream = self.device.on_stream(self._streams[task.lane])
             with FailureContext(self, task), stream, profiler_range(f"wait for {task.name}"):
                 task.finish(keeps_handle=self.device.runs_ahead)
+
+    @contextmanager
+    @override
+    def capturing(self) -> Generator[None]:
+        self._unfinished.clear()  # they are usable
+        with super().capturing():
+            yield
+            for task in list(self._unfinished):
+                self.complete(task)
+        self._unfinished.clear()
 
     def close(self) -> None:
         try:

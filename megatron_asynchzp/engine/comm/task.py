@@ -41,6 +41,7 @@ class Task:
     driver: TaskDriver
     step = 0
     number = 0  # among the tasks of its lane, from 1
+    in_graph = False  # see Driver.capturing
     is_usable = False  # the results exist or, on a device, are issued
     signal: threading.Event | None = None  # set together with is_usable, for other threads
     event: Any = None  # recorded after the results, unless `_end` stands for them
@@ -141,6 +142,8 @@ class Task:
 
     def has_ended(self) -> bool:
         """Return whether all work issued on a device has ended. For any thread."""
+        if self.in_graph:
+            return True
         # Reads in the order in which the computing thread replaces `_last` by `_end` and `event`.
         work = self._last.work if self._last is not None else None
         if (work := work or self._end) is not None:

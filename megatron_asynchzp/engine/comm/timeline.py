@@ -140,6 +140,11 @@ class Timeline:
         self._is_timing = self.is_capturing
         self._computed = None
 
+    def leave_step(self) -> None:
+        """Time nothing of the current step, which a graph runs."""
+        self._spans = []
+        self._is_timing = self._is_in_step = False
+
     def pop_times(self) -> CommTimes:
         """Return and forget the times since the last call; the current step must be over."""
         self._end_step()

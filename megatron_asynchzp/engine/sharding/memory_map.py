@@ -67,6 +67,9 @@ class MemoryMap[User]:
     def note_last_user(self, extent: Extent, user: User) -> None:
         self._last_users.append((extent, user))
 
+    def forget_users(self) -> None:
+        self._last_users.clear()
+
     def pop_last_users(self, extent: Extent) -> list[User]:
         """Return and forget the last users of `extent`: the caller writes there after them."""
         users: list[User] = []

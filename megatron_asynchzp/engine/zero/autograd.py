@@ -312,7 +312,7 @@ class HZPRuntime(StepScheduler):
         batch = self._batch
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
-        if self.is_rehearsing or self.driver.device.is_capturing():
+        if self.is_rehearsing or (self.driver.device.is_capturing() and not self.driver.in_graph):
             named = ", ".join(unit.name for unit in units) or "the model"
             raise ConfigurationError(
                 f"{named} is called while a CUDA graph is captured: {NO_GRAPHS}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._units, self._driver, self._device = units, driver, driver.device
         self.early_sends, self.use_order = EarlySends(), UseOrder(units)
         self.warned: set[str] = set()  # topics of logged warnings, each once
+        self.is_captured = False  # a CUDA graph has gathers in it
+        self._graph_rebuilds = False  # and it rebuilds the shards for training
         # Units whose parameters had views when their memory was about to be reused.
         self.viewed: set[HZPUnit] = set()
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
@@ -216,8 +218,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         place = handle.place
         # On a device this thread drops a collective's handle, and its view, in the wait.
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
-            flag = "--cuda-graph-impl" if unit in self.seats else "--use-nccl-ub"
-            if unit in self.seats or self.arena.is_registered:
+            is_in_graph = unit in self.seats or self.is_captured
+            flag = "--cuda-graph-impl" if is_in_graph else "--use-nccl-ub"
+            if is_in_graph or self.arena.is_registered:
                 raise ConfigurationError(
                     f"{unit.name} keeps views of its parameters outside autograd, and with CUDA "
                     f"graphs or registered memory the next layer overwrites them. Drop {flag}."
@@ -303,6 +306,30 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 place.count_own_views()
                 self.arena.note_last_user(place.extent, self._device.record_event())
 
+    @override
+    def prefetch(self) -> None:
+        if self._driver.in_graph or not (self._graph_rebuilds and self.is_training):
+            super().prefetch()
+
+    def leave_to_graph(self) -> None:
+        """Leave the shards and the gathers of training to a graph, see [Note: captured step]."""
+        self._graph_rebuilds = True
+        self._to_rebuild.clear()
+
+    def enter_graph(self, rebuilds: bool) -> None:
+        """Begin the captured part."""
+        self.is_captured = True
+        self.forget_events()
+        self.note_written()
+        if rebuilds:
+            self.rebuild(unit for unit in self.use_order.units_in_order if unit.is_trained)
+
+    def forget_events(self) -> None:
+        """Forget what ended on one side of a capture, where the other side cannot wait for it."""
+        self.arena.forget_users()
+        self._syncs.clear()
+        self._shards_written.clear()
+
     # ---- shards
 
     def start_early_send(self, unit: HZPUnit) -> None:
@@ -329,7 +356,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self.note_written()
         self.early_sends.forget()
         in_order = self.use_order.units_in_order
-        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
+        units = [unit for unit in in_order if unit.is_trained and unit not in done]
+        if self._graph_rebuilds:
+            self._to_rebuild = dict.fromkeys(units)  # for an evaluation or a checkpoint before it
+        else:
+            self.rebuild(units)
 
     def rebuild_in_last_order(self) -> None:
         """Rebuild the shards in the last step's order, as ranks with a micro-batch do."""

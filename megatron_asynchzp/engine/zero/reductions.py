@@ -282,6 +282,12 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self.await_all()
         self._await_syncs()
 
+    def forget_events(self) -> None:
+        """Forget what ended on one side of a capture, where the other side cannot wait for it."""
+        self.arena.forget_users()
+        self._syncs.clear()
+        self._last_reduction.clear()
+
     def begin_step(self) -> None:
         """Begin a step, or repeat it: await reductions, and forget collected gradients."""
         self.await_all()

@@ -177,7 +177,7 @@ class StepScheduler:
         num_in_step = all_groups[0].num_axes_in_step if len(all_groups) == 1 else len(axes)
         self._groups_may_differ = num_in_step < len(axes)
         self._checks_order = config.checks_order
-        self._order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
+        self.order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
         self.sent_check = SentCheck(
             self.units, driver, axes, self.early_sends, self.gathers.await_sync
         )
@@ -202,7 +202,7 @@ class StepScheduler:
             return
         # On a CPU each lane issues by itself. A pending comparison uses the gradients'
         # communicators, where one rank's reduction must not meet another's comparison.
-        self._order_check.wait()
+        self.order_check.wait()
         if self.reductions.keep(unit, self.is_last_micro_batch):
             return
         self.reductions.start_reduction(unit)
@@ -242,7 +242,7 @@ class StepScheduler:
         self.check_usable()
         self.driver.raise_failure()
         self.sent_check.check_unwritten_at_rest(with_content=not self.driver.device.runs_ahead)
-        self._order_check.send_answer()
+        self.order_check.send_answer()
         self.gathers.reshard_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
@@ -268,7 +268,7 @@ class StepScheduler:
         OrderMismatch.
         """
         self.check_usable()
-        self._order_check.wait()
+        self.order_check.wait()
         if self.use_order.had_backward or any(map(self.reductions.has_pending, self.units)):
             self.use_order.record_completed()
         elif self.state is not StepState.COMPLETE:
@@ -313,7 +313,7 @@ class StepScheduler:
             return set(mine)
         own = torch.tensor([unit in mine for unit in self.units], dtype=torch.int32)
         flags = own.to(self.units[0].device)
-        self._order_check.reduce_max(flags)
+        self.order_check.reduce_max(flags)
         are_reached = cast("list[int]", flags.tolist())  # pyright: ignore[reportUnknownMemberType]
         return {unit for unit, flag in zip(self.units, are_reached, strict=True) if flag}
 
@@ -323,14 +323,16 @@ class StepScheduler:
         return is_complete and not any(map(self.reductions.has_pending, self.units))
 
     def _check_order(self) -> None:
+        if self.driver.in_graph:
+            return  # the captured tasks are compared after the first replay
         if not self._checks_order:
             self.driver.submitted.drain()
             return
-        self._order_check.start(self.settings_of_update())
+        self.order_check.start(self.settings_of_update())
         # On a device the host would wait here. There the next comparison raises, or `settle` does
         # before a checkpoint is written.
         if not self.driver.device.runs_ahead:
-            self._order_check.finish()
+            self.order_check.finish()
 
     def skip_update(self) -> None:
         self.early_sends.note_outcome(self.num_begun, did_stand=False)
@@ -353,7 +355,9 @@ class StepScheduler:
     def check_between_steps(self, caller: str) -> None:
         """Raise ConfigurationError if `caller` cannot read or move the states now."""
         self.check_usable()
-        if caller == "sleep()" and any(unit.is_seated for unit in self.units):
+        if caller == "sleep()" and (
+            self.gathers.is_captured or any(u.is_seated for u in self.units)
+        ):
             raise ConfigurationError(
                 "sleep() does not work with CUDA graphs, which read the states at fixed addresses. "
                 "Drop --cuda-graph-impl, or do not call sleep()."
@@ -422,16 +426,20 @@ class StepScheduler:
 
     # ---- between steps
 
-    def settle(self) -> None:
-        """Wait until nothing is in flight: states and communicators are free."""
+    def settle(self, reads_values: bool = True) -> None:
+        """Wait until nothing is in flight: states and communicators are free.
+
+        Args:
+            reads_values: Look at the values of parameters at rest, for which the host waits.
+        """
         self.check_awake()
         self.driver.raise_failure()
-        self.sent_check.check_unwritten_at_rest(with_content=True)
+        self.sent_check.check_unwritten_at_rest(with_content=reads_values)
         self.gathers.drop_spares()
         self.reductions.finish()
         self.gathers.cancel_early_sends()
         self.gathers.join_syncs()
-        self._order_check.finish()
+        self.order_check.finish()
         self.sent_check.settle()
         if self.host_states is not None:
             self.host_states.settle()

@@ -64,6 +64,11 @@ def captures_layers(settings: Any) -> bool:
     return bool(is_old_name) or settings.cuda_graph_impl in ("transformer_engine", "local")
 
 
+def captures_iteration(settings: Any) -> bool:
+    """Whether all micro-batches of a step are captured together."""
+    return settings.cuda_graph_impl == "full_iteration"
+
+
 def captures(settings: Any, *parts: str) -> bool:
     """Whether one of `parts` of a layer is captured: all are where no part is named."""
     named = named_parts(settings)

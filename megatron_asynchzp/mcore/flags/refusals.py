@@ -8,6 +8,7 @@ from typing import Any
 from megatron_asynchzp.mcore.flags.megatron_settings import (
     balances_experts,
     captures,
+    captures_iteration,
     captures_layers,
     has_own_graphs,
     is_fp32,
@@ -43,9 +44,36 @@ LATE_GRADS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "over",
     ),
     ("--optimizer muon", lambda s: "muon" in (s.optimizer or ""), "it needs whole matrices"),
+    (
+        "--cuda-graph-impl full_iteration --bf16",
+        captures_iteration,
+        "a replay sends nothing before the update",
+    ),
 )
 """Where gradients change after backward, so that nothing is updated before: a command line, whether
 settings ask for it, and why."""
+
+BESIDE_WHOLE: dict[str, Callable[[Any], Any]] = {
+    "--fp16": lambda s: s.fp16 or not s.bf16,
+    "--transformer-impl local": lambda s: s.transformer_impl == "local",
+    # Its sends wait for the device (batch_p2p_sync), which ends stock Megatron's capture, too.
+    "--pipeline-model-parallel-size 2": lambda s: s.pipeline_model_parallel_size > 1,
+    "--fp8-format hybrid --fp8-recipe delayed": lambda s: s.fp8 and s.fp8_recipe == "delayed",
+    "--optimizer-cpu-offload": offloads,
+    "--optimizer muon": lambda s: "muon" in (s.optimizer or ""),
+    "--qk-clip": lambda s: s.qk_clip,
+    "--mtp-num-layers 1": lambda s: s.mtp_num_layers,
+    "--overlap-moe-expert-parallel-comm": lambda s: s.overlap_moe_expert_parallel_comm,
+    "--fine-grained-activation-offloading": lambda s: s.fine_grained_activation_offloading,
+    "--cpu-offloading-num-layers 1": lambda s: s.cpu_offloading_num_layers,
+    "--check-for-large-grads": lambda s: s.check_for_large_grads,
+    "--step-batch-size-schedule 0:8,10:16": lambda s: s.step_batch_size_schedule,
+    "--cuda-graph-warmup-steps 0": lambda s: s.cuda_graph_warmup_steps == 0,
+    "--asynchzp-keep-params-gb auto": lambda s: s.asynchzp_keep_params_gb == "auto",
+    "--use-nccl-ub": lambda s: s.nccl_ub,
+    "--asynchzp-trace trace.json": lambda s: s.asynchzp_trace,
+}
+"""A flag that a graph of a whole iteration is refused with, and whether settings ask for it."""
 
 # Reason, remedy and example.
 IGNORES_FLAGS = (
@@ -55,21 +83,33 @@ IGNORES_FLAGS = (
 )
 _DROP = "drop the flag"
 _CAPTURING = "--cuda-graph-impl transformer_engine"
+_WHOLE = "--cuda-graph-impl full_iteration --bf16"
 _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
 _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds only a shard"
 
 REFUSALS: tuple[Rule, ...] = (
     *because(
-        "only graphs of layers work: a whole step in one graph has run with the engine alone",
-        "use --cuda-graph-impl transformer_engine or local",
-        other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine", "local"),
+        "it is an old name",
+        "use --cuda-graph-impl full_iteration",
         refusal(
             "--cuda-graph-impl local --cuda-graph-scope full_iteration",
             lambda s: has_own_graphs(s) and "full_iteration" in named_parts(s),
             "local with --cuda-graph-scope full_iteration",
         ),
         "--enable-cuda-graph",
-        "--optimizer-cuda-graph",
+    ),
+    *because("the update is not captured", "drop the flag", "--optimizer-cuda-graph"),
+    *because(
+        "a whole iteration in one graph has not been tested, or cannot be captured, with it",
+        "use --cuda-graph-impl transformer_engine, or leave out one of the two",
+        *(
+            refusal(
+                f"{_WHOLE} {example}",
+                lambda s, asks=asks: captures_iteration(s) and asks(s),
+                f"full_iteration with {example}",
+            )
+            for example, asks in BESIDE_WHOLE.items()
+        ),
     ),
     refusal(
         "--cuda-graph-impl local --num-experts 4",
@@ -98,13 +138,12 @@ REFUSALS: tuple[Rule, ...] = (
     refusal(
         f"{_CAPTURING} --num-experts 4",
         lambda s: (
-            captures_layers(s)
-            and not has_own_graphs(s)
+            (captures_iteration(s) or (captures_layers(s) and not has_own_graphs(s)))
             and s.num_experts
             and captures(s, "moe")
             and not pads_experts(s)
         ),
-        "transformer_engine with experts within that are not padded to a capacity",
+        "transformer_engine or full_iteration with experts that are not padded to a capacity",
         "experts that take any number of tokens cannot be captured",
         "name --cuda-graph-modules attn moe_router moe_preprocess, or add "
         "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity with "

@@ -259,6 +259,21 @@ def capture_recorded(original: Callable) -> Any:
 
 
 @replaces(
+    "megatron.core.full_cuda_graph.FullCudaGraphWrapper.__call__",
+    "self args kwargs",
+    why="a whole iteration is captured with its gathers and reductions, and nothing is in flight "
+    "before a replay",
+    drop_when="the wrapper tells the model chunks before and after it captures and replays",
+)
+def run_iteration(original: Callable, self: Any, **options: Any) -> Any:
+    if run_args() is None:
+        return original(self, **options)
+    from megatron_asynchzp.mcore.step.captured_iteration import run_iteration as run
+
+    return run(original, self, options)
+
+
+@replaces(
     "megatron.core.transformer.spec_utils.build_module",
     "spec_or_module args kwargs",
     why="every attention layer, whatever model it belongs to, gets its core attention from the "

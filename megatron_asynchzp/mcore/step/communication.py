@@ -21,6 +21,7 @@ from megatron_asynchzp.engine.failure.last_line import EXIT_FAILURE, LastLine, e
 from megatron_asynchzp.engine.failure.roll_call import ANSWERS_WITHIN_S
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
+from megatron_asynchzp.engine.zero.captured_step import CapturedStep
 from megatron_asynchzp.engine.zero.step import KeepBudgets
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
@@ -60,6 +61,7 @@ class Communication:
         self.driver.call_roll()
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
+        self.graphs: dict[str, CapturedStep] = {}  # of whole iterations, by Megatron's stage
         # Set by the optimizer, which is made after the runtimes.
         self.moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]] = lambda unit: ()
         self.budgets = KeepBudgets()
@@ -163,6 +165,8 @@ class Communication:
             return
         if not self.driver.has_failed():
             self._write_trace()
+        for graph in self.graphs.values():
+            graph.release()  # a communicator ends only after the graphs that it is in
         try:
             _end(self.runtimes, self.driver)
         finally:

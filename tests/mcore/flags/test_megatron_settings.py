@@ -33,8 +33,8 @@ def _filled(kind: type, args: Namespace) -> Any:
     return made
 
 
-# Megatron's training alone has these: a batch that grows, and an older name of the parts.
-_OF_TRAINING = ("--step-batch-size-schedule", "--cuda-graph-scope")
+# Megatron's training alone has these: a batch that grows, and an older name of the parts; or ours.
+_OF_TRAINING = ("--step-batch-size-schedule", "--cuda-graph-scope", "--asynchzp-")
 _SHARED = [
     rule
     for rule in REFUSALS

@@ -74,7 +74,7 @@ def test_experts_are_captured_only_where_the_host_knows_their_tokens(parse, line
         (f"{_OWN} --num-experts 4 --cuda-graph-modules moe_router", "around experts"),
         (f"{_OWN} --fp8-format hybrid --fp8-recipe delayed", "change scales"),
         (f"{_OWN} --fp8-format hybrid --fp8-recipe tensorwise", ""),
-        (f"{_OWN} --cuda-graph-scope full_iteration", "only graphs of layers work"),
+        (f"{_OWN} --cuda-graph-scope full_iteration", "it is an old name"),
         (
             "--use-asynchzp --fp16 --cuda-graph-impl local",
             "has not been tested in a captured layer",

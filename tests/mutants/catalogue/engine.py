@@ -150,6 +150,39 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "graph-of-old-shards",
+        "a graph of a whole step rebuilds the shards that the optimizer has updated",
+        "engine/zero/captured_step.py",
+        "chunk.gathers.enter_graph(rebuilds=self._is_training)",
+        "chunk.gathers.enter_graph(rebuilds=False)",
+        (
+            "tests/device/test_captured_step.py::"
+            "test_steps_in_one_graph_have_the_bits_of_those_without"
+        ),
+    ),
+    Mutant(
+        "replay-beside-gathers",
+        "nothing is in flight before a replay",
+        "engine/zero/captured_step.py",
+        "chunk.settle(reads_values=False)",
+        "pass",
+        (
+            "tests/device/test_captured_step.py::"
+            "test_steps_in_one_graph_have_the_bits_of_those_without"
+        ),
+    ),
+    Mutant(
+        "replay-that-nothing-watches",
+        "a rank that does not replay is named",
+        "engine/zero/captured_step.py",
+        'chunk.order_check.start(chunk.settings_of_update(), "the graph")',
+        "pass",
+        (
+            "tests/device/test_captured_step.py::"
+            "test_a_rank_that_does_not_replay_is_named_within_the_limit"
+        ),
+    ),
+    Mutant(
         "codes-by-the-scale-of-one-rank",
         "weights travel as codes by the scale of the whole weight",
         "engine/comm/low_precision_gather.py",
