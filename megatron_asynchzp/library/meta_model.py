@@ -15,6 +15,8 @@ from megatron_asynchzp.errors import ConfigurationError
 
 Fill = tuple[Callable[[], object], str]
 """A method without arguments, and its name in messages."""
+FillOf = tuple[Callable[[nn.Module], object], str]
+"""A method that fills the module that it gets, and its name in messages."""
 
 
 @torch.no_grad()
@@ -59,13 +61,14 @@ def shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
     return {param: users[1:] for param, users in modules.items() if len(users) > 1}
 
 
-def _init_weights_around(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
+def _init_weights_around(model: nn.Module) -> dict[nn.Module, FillOf]:
     """Find, by module, the `_init_weights` of the innermost module around it that has one."""
-    found: dict[nn.Module, Callable[[nn.Module], object]] = {}
+    inits: dict[nn.Module, FillOf] = {}
     for module in model.modules():  # from the outside to the inside
         if callable(init := getattr(module, "_init_weights", None)):
-            found.update(dict.fromkeys(module.modules(), init))
-    return found
+            title = f"_init_weights() of {type(module).__name__}"
+            inits.update(dict.fromkeys(module.modules(), (init, title)))
+    return inits
 
 
 def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
@@ -83,28 +86,23 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
-def _fill_of(
-    module: nn.Module, name: str, init_weights: Callable[[nn.Module], object] | None
-) -> Fill | None:
+def _fill_of(module: nn.Module, name: str, init_weights: FillOf | None) -> Fill | None:
     """Return the method that fills the module's own tensors, or None if it has none."""
     unfilled = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
     if not unfilled:
         return None
     for method in ("reset_parameters", "_reset_parameters"):
         if callable(reset := getattr(module, method, None)):
-            return reset, _title_of(reset, module)
+            return reset, f"{method}() of {type(module).__name__}"
     if init_weights is not None:
-        return partial(init_weights, module), _title_of(init_weights, module)
+        init, title = init_weights
+        return partial(init, module), title
     where = name or "the model"
     raise ConfigurationError(
         f"{where} (a {type(module).__name__}) is on the meta device and cannot fill its "
         f"{unfilled[0]}; give the class a reset_parameters() that fills it, or build the model on "
         "a device"
     )
-
-
-def _title_of(method: Any, module: nn.Module) -> str:
-    return f"{method.__name__}() of {type(getattr(method, '__self__', module)).__name__}"
 
 
 def _allocate(

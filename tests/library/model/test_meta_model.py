@@ -3,6 +3,7 @@
 """A model on the meta device gets all its values, or what gets none is refused by name."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,25 @@ def test_a_model_may_fill_modules_that_do_not_fill_themselves():
     assert torch.equal(filled(knowing).norm.weight, torch.ones(3))
     with pytest.raises(ConfigurationError, match=r"linear.weight: the _init_weights\(\) of Outer"):
         filled(unknowing)
+
+
+class Nothing:
+    """A callable object, which has no __name__."""
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fill", [Nothing(), partial(Nothing())], ids=["object", "partial"])
+@pytest.mark.parametrize("name", ["reset_parameters", "_reset_parameters", "_init_weights"])
+def test_a_method_that_is_no_function_is_named_where_it_leaves_a_tensor_unfilled(name: str, fill):
+    with torch.device("meta"):
+        model = nn.Sequential(Norm())
+    is_of_model = name == "_init_weights"
+    setattr(model if is_of_model else model[0], name, fill)
+    owner = "Sequential" if is_of_model else "Norm"
+    with pytest.raises(ConfigurationError, match=rf"0.weight: the {name}\(\) of {owner}"):
+        filled(model)
 
 
 # ---- values of one rank
