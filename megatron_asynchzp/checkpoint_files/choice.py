@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from megatron_asynchzp.checkpoint_files.errors import Damage, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG
-from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest, replace_file
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
 from megatron_asynchzp.checkpoint_files.other_format import is_of_format_torch
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import (
     INTERRUPTED,
     Peers,

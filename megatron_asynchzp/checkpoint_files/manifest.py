@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the manifest, which is written last and makes a checkpoint complete.
 
-It has the size of every file, a checksum of each small one, and a seal of each data file. How
-small files are read and replaced is here too.
+It has the size of every file, a checksum of each small one, and a seal of each data file.
 """
 
 import hashlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -20,51 +18,13 @@ from typing import NamedTuple
 from megatron_asynchzp.checkpoint_files.archive import read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.errors import Damage
 from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA
-
-
-def size_of(path: Path) -> int:
-    """Return a file's bytes. Raises Damage if it is missing, or not a regular file."""
-    if path.is_file():
-        return path.stat().st_size
-    raise Damage(f"{path.name} is {'no file' if os.path.lexists(path) else 'missing'}")
-
-
-def read_small(path: Path) -> bytes:
-    size_of(path)
-    return path.read_bytes()
-
-
-def hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file, on disk on return. Raises OSError.
-
-    A crash at any moment leaves the old file or the new one, whole.
-    """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Return when a file's bytes, or a folder's names, are on disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
+from megatron_asynchzp.checkpoint_files.small_files import (
+    hash_file,
+    read_small,
+    replace_file,
+    size_of,
+    sync,
+)
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1

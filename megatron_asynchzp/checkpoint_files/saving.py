@@ -29,12 +29,11 @@ from megatron_asynchzp.checkpoint_files.manifest import (
     MANIFEST,
     SealedFile,
     digest_of_places,
-    replace_file,
     seal_file,
-    sync,
     write_manifest,
 )
-from megatron_asynchzp.checkpoint_files.verification import Peers, on_each, on_first
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
+from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
 from megatron_asynchzp.errors import ConfigurationError
 
 # First what makes the rest look complete: a crash in between leaves something that does not. Each

@@ -8,10 +8,10 @@ other. Ranks examine a directory together: all return the same or raise the same
 
 import enum
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -33,51 +33,10 @@ from megatron_asynchzp.checkpoint_files.index import (
     items_by_file,
     unpickle_index,
 )
-from megatron_asynchzp.checkpoint_files.manifest import (
-    Manifest,
-    hash_file,
-    read_manifest,
-    read_small,
-    size_of,
-)
+from megatron_asynchzp.checkpoint_files.manifest import Manifest, read_manifest
 from megatron_asynchzp.checkpoint_files.other_format import OTHER_FORMAT, is_of_format_torch
-
-
-class Peers:
-    """The ranks that examine a directory together: here, this process alone."""
-
-    rank, size = 0, 1
-
-    def gather(self, mine: Any) -> list[Any]:
-        return [mine]
-
-    def broadcast(self, mine: Any) -> Any:
-        return mine
-
-
-def on_first(peers: Peers, act: Callable[[], Any]) -> Any:
-    """Call `act` on rank 0. Returns its result, or raises its error, on all ranks."""
-    value, error = peers.broadcast(_outcome(act) if peers.rank == 0 else None)
-    if error is not None:
-        raise error
-    return value
-
-
-def on_each(peers: Peers, act: Callable[[], Any]) -> list[Any]:
-    """Call `act` on every rank; all return the results by rank, or raise the first error."""
-    outcomes = peers.gather(_outcome(act))
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [value for value, _ in outcomes]
-
-
-def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return act(), None
-    except Exception as error:  # any: the other ranks wait for an answer
-        return None, error
-
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
+from megatron_asynchzp.checkpoint_files.small_files import hash_file, read_small, size_of
 
 INTERRUPTED = "its save was interrupted"
 _BUFFER_NBYTES = 1 << 16

@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Describes how ranks hold a model, each tensor cut into boxes, who sends a box, and joins them."""
+"""Describes how ranks hold a model: each tensor of its checkpoint is cut into boxes."""
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megatron_asynchzp.engine.sharding.topology import Range
 from megatron_asynchzp.engine.zero.marks import unpacked
@@ -65,82 +63,6 @@ def distinct_boxes(described: Iterable[HeldBox]) -> dict[str, list[HeldBox]]:
                 "be streamed"
             )
     return by_key
-
-
-_INDEX = torch.int32
-ALL = -1
-"""Stands for a count if all elements of a box are sent, without indices."""
-
-
-class BoxElements(NamedTuple):
-    """All or some elements of a box."""
-
-    values: Tensor  # 1-D
-    indices: Tensor | None = None  # places in the box, 1-D int32, ascending; None: all
-
-    @classmethod
-    def of(cls, values: Tensor, changed: Tensor | None) -> "BoxElements":
-        """Pack the changed elements (1-D bool) of `values` (1-D), or all if that takes less."""
-        if changed is None or values.numel() >= torch.iinfo(_INDEX).max:
-            return cls(values)
-        count = int(changed.count_nonzero())
-        if count * (values.itemsize + _INDEX.itemsize) >= values.nbytes:
-            return cls(values)
-        indices = changed.nonzero().view(-1)
-        return cls(values[indices], indices.to(_INDEX))
-
-    @classmethod
-    def to_receive(
-        cls, numel: int, dtype: torch.dtype, device: torch.device, count: int
-    ) -> "BoxElements":
-        if count == ALL:
-            return cls(torch.empty(numel, dtype=dtype, device=device))
-        values = torch.empty(count, dtype=dtype, device=device)
-        return cls(values, torch.empty(count, dtype=_INDEX, device=device))
-
-    @property
-    def count(self) -> int:
-        return ALL if self.indices is None else self.values.numel()
-
-    def tensors(self) -> Iterator[Tensor]:
-        for tensor in self:
-            if tensor is not None and tensor.numel():
-                yield tensor
-
-
-type Elements = dict[HeldBox, BoxElements]
-
-
-def join(
-    elements: Elements, boxes: Sequence[HeldBox], stacked: int, size: torch.Size
-) -> tuple[Tensor, Tensor | None]:
-    """Join `boxes` to the tensor of `size`, and remove them from `elements`.
-
-    In the first `stacked` dimensions a box has one element of a stack. Elements that were not sent
-    are 0. Also return the mask (bool) of those that were, or None if all were.
-    """
-    has_all = all(elements[box].indices is None for box in boxes)
-    if has_all and len(boxes) == 1:
-        return elements.pop(boxes[0]).values.view(size), None
-    first = elements[boxes[0]].values
-    whole = first.new_zeros(size)
-    came = None if has_all else torch.zeros(size, dtype=torch.bool, device=first.device)
-    for box in boxes:
-        values, indices = elements.pop(box)
-        extents = zip(box.offset[stacked:], box.shape[stacked:], strict=True)
-        part = tuple(slice(start, start + length) for start, length in extents)
-        shape = box.shape[stacked:]
-        if indices is None:
-            whole[part] = values.view(shape)
-            if came is not None:
-                came[part] = True
-            continue
-        assert came is not None
-        places = indices.long()
-        whole[part] = values.new_zeros(box.numel).index_put_((places,), values).view(shape)
-        flags = torch.zeros(box.numel, dtype=torch.bool, device=values.device)
-        came[part] = flags.index_fill_(0, places, True).view(shape)
-    return whole, came
 
 
 def described_boxes(model: Sequence[AsyncHZPDataParallel]) -> list[HeldBox]:
@@ -201,71 +123,3 @@ def changed_elements_of(box: HeldBox, unit: HZPUnit, marks: torch.Tensor) -> tor
 def _part_of(box: HeldBox, unit: HZPUnit) -> Range:
     start = unit.layout.slices[box.address.param].range.start + box.address.start
     return Range(start, start + box.numel)
-
-
-Holders = tuple[int, ...]
-"""Global ranks that hold, or can gather, the same tensor, in the order of their group."""
-
-
-class Routes:
-    """The holder from which each receiver takes a tensor.
-
-    A receiver that holds the tensor takes its own. Any other takes it from the holder whose place
-    among the holders is the receiver's among its replicas. So if all ranks receive, every copy of
-    the model supplies itself, and the holders serve equally many receivers. Ranks are global; each
-    is in one group of `replicas`, which hold the same part of a model.
-    """
-
-    def __init__(self, receivers: Iterable[int], replicas: Iterable[Holders]):
-        self.receivers = tuple(sorted(receivers))
-        self._place = {
-            rank: (place, len(group)) for group in replicas for place, rank in enumerate(group)
-        }
-        self._sources: dict[Holders, dict[int, int]] = {}
-
-    def sources(self, holders: Holders) -> dict[int, int]:
-        if holders not in self._sources:
-            self._sources[holders] = {
-                receiver: self._source(holders, receiver) for receiver in self.receivers
-            }
-        return self._sources[holders]
-
-    def _source(self, holders: Holders, receiver: int) -> int:
-        if receiver in holders:
-            return receiver
-        place, count = self._place[receiver]
-        return holders[place * len(holders) // count]
-
-    def serves(self, holders: Holders, ranks: Collection[int]) -> bool:
-        return not set(self.sources(holders).values()).isdisjoint(ranks)
-
-
-def sharing_block(holders: Sequence[int], rank: int, shard_size: int) -> Sequence[int]:
-    """Return the holders that share a copy of a state with `rank`, which gather it together."""
-    start = holders.index(rank) // shard_size * shard_size
-    return holders[start : start + shard_size]
-
-
-class Parcel(NamedTuple):
-    """A tensor on its way from a rank to another."""
-
-    source: int
-    receiver: int
-    tensor: torch.Tensor  # contiguous: the values on `source`, the memory for them on `receiver`
-
-
-def deliver(parcels: Sequence[Parcel]) -> None:
-    """Send and receive the parcels of this rank, and wait until their tensors may be used.
-
-    Parcels between the same two ranks must come in the same order on both.
-    """
-    rank = dist.get_rank()
-    operations = [
-        dist.P2POp(dist.isend, parcel.tensor, parcel.receiver)
-        if parcel.source == rank
-        else dist.P2POp(dist.irecv, parcel.tensor, parcel.source)
-        for parcel in parcels
-    ]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()

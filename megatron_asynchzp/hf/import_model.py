@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
 from megatron_asynchzp.checkpoint_files.index import COMMON, COMMON_OBJECT
-from megatron_asynchzp.checkpoint_files.manifest import replace_file
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
 from megatron_asynchzp.hf.mapping import TensorRule, rules_of, state_keys

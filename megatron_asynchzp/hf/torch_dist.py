@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.index import METADATA, pickle_index, read_common_state
-from megatron_asynchzp.checkpoint_files.manifest import replace_file
 from megatron_asynchzp.checkpoint_files.parts import create_read_items
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 

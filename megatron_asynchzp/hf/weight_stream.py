@@ -14,25 +14,19 @@ from megatron_asynchzp.engine.at_rest.unit_stream import check_mark, drop_mark, 
 from megatron_asynchzp.engine.zero.params import TRAINED_DTYPES
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.box_elements import ALL, BoxElements, Elements, join
+from megatron_asynchzp.hf.delivery import Parcel, deliver
 from megatron_asynchzp.hf.held_boxes import (
-    ALL,
     Address,
-    BoxElements,
-    Elements,
     HeldBox,
-    Holders,
-    Parcel,
-    Routes,
     changed_elements_of,
-    deliver,
     described_boxes,
     distinct_boxes,
     elements_of,
-    join,
-    sharing_block,
     unit_at,
 )
 from megatron_asynchzp.hf.mapping import Job, TensorRule, jobs_in_order_of_use, match_keys, rules_of
+from megatron_asynchzp.hf.routes import Holders, Routes, sharing_block
 from megatron_asynchzp.hf.shape import read_arguments
 from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.step.whole_tensors import whole_marks, whole_unit

@@ -25,7 +25,8 @@ from megatron_asynchzp.engine.zero.guard import SHARDED_AS
 from megatron_asynchzp.engine.zero.unit import Fragment
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.grads import ShardTensor, plain, refuse_whole_states, whole_shapes
-from megatron_asynchzp.library.params import outside_inference, refuse_copies
+from megatron_asynchzp.library.inference import outside_inference
+from megatron_asynchzp.library.params import refuse_copies
 
 _COUNTING = "Adam AdamW NAdam RAdam Adamax Adadelta RMSprop Rprop ASGD"
 _COUNT = "step"

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.guard import DATA, GRAD, NO_GRAPHS, SET_GRAD, SHARDED_AS, Use
 from megatron_asynchzp.errors import ConfigurationError, raise_first
+from megatron_asynchzp.library.inference import outside_inference
 from megatron_asynchzp.library.state import ShardedState
 
 NO_COPIES = (
@@ -36,26 +37,6 @@ _REFUSED: dict[Use, str] = {
         (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward), _NO_GRADS
     ),
 }
-
-
-class outside_inference(torch.inference_mode):
-    """Context and decorator that leaves torch.inference_mode, and nothing else.
-
-    Each method through which a caller reaches the engine has it; generators leave it at each step.
-    """
-
-    def __init__(self, mode: bool = False):
-        super().__init__(mode)
-        self._leaves = False
-
-    def __enter__(self) -> None:
-        self._leaves = torch.is_inference_mode_enabled()
-        if self._leaves:
-            super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._leaves:
-            super().__exit__(*error)
 
 
 def refuse_copies(_protocol: int) -> Any:

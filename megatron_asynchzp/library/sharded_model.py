@@ -53,6 +53,7 @@ from megatron_asynchzp.library.grads import (
     set_data,
     set_grad,
 )
+from megatron_asynchzp.library.inference import outside_inference
 from megatron_asynchzp.library.inputs import cast_inputs_of
 from megatron_asynchzp.library.optimizer import (
     NewOptimizer,
@@ -63,7 +64,7 @@ from megatron_asynchzp.library.optimizer import (
     refuse_early_states,
     watch_optimizers,
 )
-from megatron_asynchzp.library.params import ShardedParams, outside_inference
+from megatron_asynchzp.library.params import ShardedParams
 from megatron_asynchzp.library.runtime import runtime_of
 from megatron_asynchzp.weight_delta import WeightDelta
 

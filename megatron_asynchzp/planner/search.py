@@ -155,8 +155,8 @@ def _bounds_of(costing: Costing) -> tuple[float, float]:
 
 
 def _computing_s(costing: Costing) -> tuple[list[float], list[float]]:
-    """Return a micro-batch's time on each stage, and in the first chunks of those before it."""
-    # A stage begins after their forward, and they have the last backward to do after it ends.
+    """Return each stage's seconds per micro-batch, and those of earlier stages' first chunks."""
+    # A stage begins after the forward of these chunks, and ends before their last backward.
     of_unit = costing.compute.of_unit
     stages = [[(unit.chunk, sum(of_unit(unit))) for unit in units] for units in costing.units]
     first = [sum(seconds for chunk, seconds in units if chunk == 0) for units in stages]
@@ -165,13 +165,14 @@ def _computing_s(costing: Costing) -> tuple[list[float], list[float]]:
 
 
 def _carried(costing: Costing, stage: int) -> list[tuple[float, float, float]]:
-    """Return the seconds of each link and each lane: per micro-batch, per step, and maybe kept.
+    """Return each link's and lane's seconds per micro-batch and per step, and those it may save.
 
-    A lane's operations and latencies follow each other. Units that are in memory where a forward or
-    a backward ends need not be gathered for the next: all that memory holds, at most.
+    A lane's operations and latencies follow each other. Units that are in memory when a forward or
+    a backward ends need not be gathered for the next, which saves a micro-batch at most the gathers
+    of all units that fit into memory together.
     """
     schedule = costing.plan.schedule
-    # With a budget as little as once in a step.
+    # With a budget, a unit may be gathered or reduced only once in a step.
     times = {
         GATHER: (0, 1) if schedule.keep_params_nbytes else (2, 0),
         REDUCE: (0, 1) if schedule.keep_grads_nbytes else (1, 0),

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
-from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.device import StreamDevice
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import ShardSizes, ShardTopology

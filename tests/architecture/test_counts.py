@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39632,
-    "docstring words": 35706,
-    "docstring lines": 3303,
+    "lines": 39671,
+    "docstring words": 35778,
+    "docstring lines": 3309,
     "raise ConfigurationError": 252,
     "context variables": 3,
     "assignments of __class__": 9,
@@ -27,7 +27,7 @@ LIMITS = {
     '"of one"': 6,
     '"None where"': 0,
     "variables called one": 18,
-    "variables called found": 14,
+    "variables called found": 13,
     "variables called other": 6,
     "variables called what": 0,
     "variables called where": 2,

@@ -29,7 +29,7 @@ FLOORS = {
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
     "attention": 2176,
-    "checkpoint_files": 1568,
+    "checkpoint_files": 1582,
     "commands": 3151,
     "cpu_platform": 925,
     "engine, beside its rooms": 302,
@@ -38,16 +38,16 @@ BUDGETS = {
     "engine/failure": 843,
     "engine/sharding": 1688,
     "engine/zero": 4669,
-    "hf": 2600,
-    "library": 2661,
-    "mcore": 11125,
-    "planner": 4094,
+    "hf": 2615,
+    "library": 2669,
+    "mcore": 11126,
+    "planner": 4095,
     "beside the rooms": 702,
 }
 # Within the library.
 LIBRARY = {
-    "arguments": 0, "inputs": 0, "meta_model": 0, "state": 0, "grads": 1, "params": 1,
-    "runtime": 2, "optimizer": 2, "checkpoint": 3, "sharded_model": 4,
+    "arguments": 0, "inference": 0, "inputs": 0, "meta_model": 0, "state": 0, "grads": 1,
+    "params": 1, "runtime": 2, "optimizer": 2, "checkpoint": 3, "sharded_model": 4,
 }
 # Within the adapter: rooms, and files of a room that have a floor of their own.
 ADAPTER = {

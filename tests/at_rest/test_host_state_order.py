@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.engine.at_rest.host_states import HostStates
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from scripts.testbed.contenders.adam import owned_params
 from tests.support.recording_device import RecordingDevice

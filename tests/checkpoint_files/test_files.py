@@ -23,9 +23,11 @@ from megatron_asynchzp.checkpoint_files.archive import check_records, read_archi
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError
 from megatron_asynchzp.checkpoint_files.index import items_by_file, pickle_index, unpickle_index
-from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, replace_file
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
+from megatron_asynchzp.checkpoint_files.peers import Peers
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
-from megatron_asynchzp.checkpoint_files.verification import Peers, VerifyLevel
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import CONFIG, DATA, METADATA, NEWER, OLDER, flip
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.device import CpuDevice
 from megatron_asynchzp.engine.failure.last_line import CollectiveFailure

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.collectives import Steps, Unfinished
 from megatron_asynchzp.engine.comm.driver import Driver, crosses_groups, hash_of
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES
 from megatron_asynchzp.engine.device import CpuDevice

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES
 from megatron_asynchzp.engine.failure.last_line import CollectiveFailure

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.order_check import OrderMismatch
-from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.engine.sharding.topology import ShardTopology
 from megatron_asynchzp.engine.zero.autograd import HZPRuntime

@@ -7,7 +7,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from megatron_asynchzp.hf.held_boxes import Address, BoxElements, HeldBox, join
+from megatron_asynchzp.hf.box_elements import BoxElements, join
+from megatron_asynchzp.hf.held_boxes import Address, HeldBox
 
 LAYERS = 3
 

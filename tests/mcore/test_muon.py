@@ -8,8 +8,8 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch import nn
 
 from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
-from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.comm.timeline import Timeline
 from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.engine.schedule import ScheduleConfig

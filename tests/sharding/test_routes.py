@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_asynchzp.hf.held_boxes import Routes, sharing_block
+from megatron_asynchzp.hf.routes import Routes, sharing_block
 
 TP, DP, PP = 2, 4, 2
 DENSE = [

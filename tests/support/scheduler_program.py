@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.drivers import ThreadDriver, start_driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
-from megatron_asynchzp.engine.comm.schedules import ThreadDriver, start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import Timeline
 from megatron_asynchzp.engine.schedule import AUTO, ScheduleConfig

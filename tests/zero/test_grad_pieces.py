@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
 from megatron_asynchzp.engine.zero.step import StepScheduler
 from megatron_asynchzp.engine.zero.taken_grads import take_grads, write_grads

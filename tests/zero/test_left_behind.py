@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import Span
 from megatron_asynchzp.engine.schedule import ON_STREAMS, ScheduleConfig

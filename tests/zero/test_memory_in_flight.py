@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding import value_hash as hashes
 from megatron_asynchzp.engine.sharding.early_units import preview_nbytes

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.engine.comm.schedules import ThreadDriver, start_driver
+from megatron_asynchzp.engine.comm.drivers import ThreadDriver, start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import Timeline
 from megatron_asynchzp.engine.device import CpuDevice

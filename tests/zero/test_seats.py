@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.engine.sharding.in_flight import UnitInFlight, memory_in_flight

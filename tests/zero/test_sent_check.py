@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.device import CpuDevice
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.zero.early_update import EarlySends

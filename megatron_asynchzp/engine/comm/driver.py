@@ -7,7 +7,7 @@ schedules run the same generators and differ only in the thread that drives them
 
     inline        the caller, to the end, at once
     main-thread   the caller issues early, and completes where the results are needed
-    threaded      background threads, on a CPU (both in schedules.py)
+    threaded      background threads, on a CPU (both in drivers.py)
 
 [Note: one total order] Two threads could launch collectives in an order that differs between ranks,
 which can deadlock on NCCL. So on a device with streams only the computing thread launches: its

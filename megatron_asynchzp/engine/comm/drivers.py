@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules that overlap communication with computation, and the start of any schedule."""
+"""Drivers that overlap communication with computation, and the start of a schedule's driver."""
 
 import queue
 import threading

@@ -14,10 +14,10 @@ import torch
 
 from megatron_asynchzp.engine.comm.collectives import all_reduce_steps, run_steps
 from megatron_asynchzp.engine.comm.driver import Driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.order_check import OrderCheck
 from megatron_asynchzp.engine.comm.registered import RegisteredMemory
-from megatron_asynchzp.engine.comm.schedules import start_driver
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.engine.schedule import ScheduleConfig

@@ -23,7 +23,8 @@ from megatron_asynchzp.checkpoint_files.choice import (
 )
 from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.checkpoint_files.index import index_read_once, read_common_state
-from megatron_asynchzp.checkpoint_files.verification import Peers, VerifyLevel, on_first
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.checkpoint.frozen import (
     is_partly_frozen,

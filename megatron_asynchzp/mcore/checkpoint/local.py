@@ -31,7 +31,7 @@ from megatron_asynchzp.checkpoint_files.local_files import (
     lacking,
     remove_damaged,
 )
-from megatron_asynchzp.checkpoint_files.verification import Peers, on_each
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_each
 from megatron_asynchzp.errors import ConfigurationError, name_ranks
 from megatron_asynchzp.mcore.checkpoint.mismatch import FIXED
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES, node_size

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_asynchzp.checkpoint_files.index import IndexReader, read_common_state
-from megatron_asynchzp.checkpoint_files.verification import Peers, on_first
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
 from megatron_asynchzp.mcore.checkpoint.causes import cause_of, describe, differing
 
 # Arguments that Megatron refuses to differ.

@@ -17,13 +17,13 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.errors import one_line
+from megatron_asynchzp.checkpoint_files.peers import on_first
 from megatron_asynchzp.checkpoint_files.saving import (
     SaveLock,
     complete_directory,
     prepare_directory,
     save_error,
 )
-from megatron_asynchzp.checkpoint_files.verification import on_first
 from megatron_asynchzp.engine.failure.last_line import CollectiveFailure
 from megatron_asynchzp.engine.failure.other_collective import collective_of
 from megatron_asynchzp.engine.failure.saves import SaveLog

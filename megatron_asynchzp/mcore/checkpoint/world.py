@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_asynchzp.checkpoint_files.verification import Peers
+from megatron_asynchzp.checkpoint_files.peers import Peers
 
 
 class WorldPeers(Peers):

@@ -96,7 +96,7 @@ def found_version() -> str:
 
 
 def mismatch(symbol: str, fact: str) -> ConfigurationError:
-    """Return the error for a Megatron with another `symbol`; `found` is a verb and the fact."""
+    """Return the error for a Megatron whose `symbol` differs; `fact` completes the sentence."""
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
         f"{symbol} {fact}; megatron-core {info.__version__} was found at {info.__file__}, "

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.driver import CommReport, Driver
-from megatron_asynchzp.engine.comm.schedules import start_driver
+from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.timeline import stop_trace
 from megatron_asynchzp.engine.device import Device
 from megatron_asynchzp.engine.failure.last_line import EXIT_FAILURE, LastLine, end_process

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.checkpoint_files.local_files import NodeFolder, adopt, lacking
-from megatron_asynchzp.checkpoint_files.verification import Peers
+from megatron_asynchzp.checkpoint_files.peers import Peers
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.local import find_local, keepers_of
 from scripts.testbed.megatron_runs import RunRecord, run_pretrain

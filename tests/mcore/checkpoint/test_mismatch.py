@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_asynchzp.checkpoint_files.verification import Peers
+from megatron_asynchzp.checkpoint_files.peers import Peers
 from megatron_asynchzp.mcore.checkpoint import mismatch
 from megatron_asynchzp.mcore.checkpoint.causes import CAUSES, flag_of
 from megatron_asynchzp.mcore.checkpoint.mismatch import compare

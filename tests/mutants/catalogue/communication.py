@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "threads-ignore-earlier-jobs",
         "law 6: a task on a thread begins after those whose results it reads",
-        "engine/comm/schedules.py",
+        "engine/comm/drivers.py",
         "                    for source in task.after:\n                        source.await",
         "                    for source in ():\n                        source.await",
         (
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "nothing-is-put-off",
         "nothing stands behind a collective before it is needed",
-        "engine/comm/schedules.py",
+        "engine/comm/drivers.py",
         "if not task.is_on_its_way:",
         "if True:",
         (
@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         "a-lane-overtakes-itself",
         "a lane issues its tasks in the order of submission",
-        "engine/comm/schedules.py",
+        "engine/comm/drivers.py",
         "            if earlier.lane == task.lane and earlier in self._postponed:\n"
         "                self._issue(earlier)",
         "            pass",
