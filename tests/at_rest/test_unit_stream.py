@@ -140,6 +140,48 @@ def test_a_stream_between_two_steps_has_the_main_parameters_or_what_the_model_co
     run_ranks(stream_after_steps, 2, sizes)
 
 
+def count_memory(
+    _: Network, sizes: tuple[int, int, int], receivers: tuple[int, ...] | None
+) -> None:
+    """The network takes no memory of its own, which gloo does."""
+    hashes._WORDS_ON_CPU = 2**6  # which takes little memory
+    sharded = new_sharded(sizes, model=build_toy(BF16, width=256, depth=6))
+    train_step(sharded, 0)
+    sharded.mark_weights("start")
+    train_step(sharded, 1)
+    sharded.runtime.settle()
+    nbytes = sorted(unit.gathered_nbytes for unit in sharded.runtime.units)
+    largest = max(param.numel() for param in sharded.model.parameters())
+    is_gathered = sizes[0] > 1 and (receivers is None or dist.get_rank() in receivers)
+    bound = sum(nbytes[-2:]) if is_gathered else 0
+    if receivers is not None and sizes[1] < sizes[0]:
+        bound += nbytes[-1] // sizes[1]  # parts that are passed on along the inner axis
+    # A bit per element of two units; indices and values of one tensor, and what finds them.
+    more = sum(nbytes[-2:]) // 16 + 16 * largest
+    for stream, limit in (
+        (lambda: sharded.stream_weights(receivers=receivers), bound),
+        (lambda: sharded.stream_changes("start", receivers=receivers), bound + more),
+    ):
+        with counted_allocations() as memory:
+            before = memory.live_nbytes
+            memory.reset_peak()
+            for _value in stream():
+                pass
+            extra = memory.peak_nbytes - before
+        assert extra <= limit + 4096, (extra, limit, nbytes)
+        assert not is_gathered or extra > nbytes[-1]  # the count counts
+    sharded.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes, receivers", [((4, 4, 4), None), ((1, 4, 4), None), ((4, 2, 4), (1,))]
+)
+def test_a_stream_takes_the_memory_of_two_units_and_none_if_nothing_is_gathered(sizes, receivers):
+    join = partial(join_fabric, named_profile("ethernet-1g"))
+    run_ranks(count_memory, WORLD_SIZE, sizes, receivers, join=join)
+
+
 def count_bytes_of_axes(
     network: Network, sizes: tuple[int, int, int], subsets: list[set[int]]
 ) -> list[tuple[int, int, int]]:
@@ -256,6 +298,26 @@ def follow_writes(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 2), (1, 1, 1)])
 def test_deltas_have_what_is_loaded_or_written_between_steps(sizes):
     run_ranks(follow_writes, 2, sizes)
+
+
+def follow_fp32() -> None:
+    sharded = new_sharded((2, 2, 2), FP32)
+    rollout = Rollout(sharded)
+    train_step(sharded, 0)
+    assert all(delta.indices is None for delta in rollout.follow())
+    sharded.mark_weights("second")
+    train_step(sharded, 1)
+    names = [delta.name for delta in sharded.stream_changes("second", receivers=[1])]
+    assert bool(names) is (dist.get_rank() == 1)
+    sharded.forget_mark("second")
+    assert rollout.follow()
+    with pytest.raises(ConfigurationError, match="no mark 'second' of the weights"):
+        next(sharded.stream_changes("second"))
+    sharded.close()
+
+
+def test_fp32_weights_come_whole_to_receivers_alone_and_marks_know_nothing_of_each_other():
+    run_ranks(follow_fp32, 2)
 
 
 def refuse_all() -> list[str]:

@@ -25,6 +25,7 @@ MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
 STEPS, TOLERANCE = 20, 1e-5
 HEAD_DIM = 16
 DUPLICATED = ("--muon-tp-mode", "duplicated")
+DISTRIBUTED = ("--muon-tp-mode", "distributed")
 QUERY_GROUPS = ("--swiglu", "--group-query-attention", "--num-query-groups", "2")
 
 
@@ -100,6 +101,7 @@ CASES = {
     "two ranks": [
         (Variant("muon, tensor parallel", (*MUON, *TENSOR), 3, 2), nested_sizes(2)),
         (Variant("muon, duplicated", (*MUON, *TENSOR, *DUPLICATED), 1, 2), [(1, 2, 2)]),
+        (Variant("muon, distributed", (*MUON, *TENSOR, *DISTRIBUTED), 1, 2), [(1, 2, 2)]),
         (Variant("muon, pipeline", (*MUON, *PIPELINE, *UNTIED), 3, 2), [(2, 1, 2)]),
     ],
     "experts": [

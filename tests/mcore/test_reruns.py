@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that Megatron's rerun machine repeats: with the bits of a step that nothing disturbs."""
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -176,3 +178,36 @@ def _with_and_without_reruns(folder: str) -> dict[str, tuple[bool, bool]]:
 def test_a_run_whose_steps_are_repeated_has_the_bits_of_one_whose_steps_are_not(tmp_path):
     for found in on_ranks(_with_and_without_reruns, 2, str(tmp_path)):
         assert found == dict.fromkeys(WAYS, (True, True))
+
+
+def _ends(folder: str, flags: list[str]) -> dict[str, list[int]]:
+    """For each kind of injected error, the exit statuses of a run, and after 16 those of a run that
+    resumes on the same node, and of one that resumes on another."""
+
+    def end(argv: list[str]) -> int:
+        try:
+            run_pretrain(argv)
+        except SystemExit as ended:
+            return int(str(ended.code))
+        return 0
+
+    ends: dict[str, list[int]] = {}
+    for kind in ("transient_error", "persistent_error", "correct_result"):
+        saved = f"{folder}/{kind}"
+        argv = gpt_args("--train-iters", "4", *BF16, *flags, *INJECTED, kind)
+        argv += ["--save", saved, "--save-interval", "100"]
+        ends[kind] = [end(argv)]
+        if ends[kind] == [16]:
+            ends[kind].append(end([*argv, "--load", saved]))
+            system, _, *release = os.uname()
+            with mock.patch.object(os, "uname", return_value=(system, "another", *release)):
+                ends[kind].append(end([*argv, "--load", saved]))
+    return ends
+
+
+@pytest.mark.slow
+def test_an_injected_error_ends_a_run_with_the_status_that_it_has_in_stock_megatron(tmp_path):
+    for name, flags in {"ours": SHARDED, "stock": ["--use-distributed-optimizer"]}.items():
+        for ends in on_ranks(_ends, 2, str(tmp_path / name), flags):
+            assert ends.pop("transient_error") == [17]
+            assert ends == {"persistent_error": [16, 16, 17], "correct_result": [16, 16, 17]}

@@ -101,6 +101,15 @@ def saved_by(job: Job, numbers: list[int], others: list[Job], folder: Path) -> d
     return found
 
 
+@pytest.mark.slow
+def test_runs_joined_along_two_axes_have_the_same_bits_and_load_into_other_sizes(tmp_path):
+    job, larger_shards = Job((2, 1, 4), tuple(BF16)), Job((4, 4, 4), tuple(BF16))
+    for found in on_ranks(saved_by, 4, job, [1], [larger_shards], tmp_path):
+        differ, parts = found[1]
+        assert not differ and not found["other 0"] and found["resumed"]
+        assert parts < num_parts(tmp_path / "all")
+
+
 def exchanged_in_small_pieces(folder: Path) -> dict:
     save_ranks.EXCHANGE_NBYTES = 8000
     largest = []
