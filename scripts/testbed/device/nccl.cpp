@@ -122,8 +122,8 @@ void compare_registered(Room& room, const Call& call) {
       end("ranks differ in registered memory: the %s of the %s of %ld %s is at byte %ld of window "
           "%ld on rank %d of the communicator, at byte %ld of window %ld on rank %d (-1: none)",
           names[side], kKinds[call.kind], long(call.count), name_of(ncclDataType_t(call.type)),
-          long(mine.offset), long(mine.window), room.rank, long(theirs.offset),
-          long(theirs.window), other);
+          long(mine.offset), long(mine.window), room.rank, long(theirs.offset), long(theirs.window),
+          other);
     }
 }
 

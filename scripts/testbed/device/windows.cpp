@@ -15,8 +15,8 @@ namespace device {
 namespace {
 
 std::mutex mutex;  // of what all communicators of this process share
-auto& allocated = *new std::map<const char*, size_t>;   // by ncclMemAlloc
-auto& registered = *new std::map<const char*, int>;     // starts, with how many windows of each
+auto& allocated = *new std::map<const char*, size_t>;  // by ncclMemAlloc
+auto& registered = *new std::map<const char*, int>;    // starts, with how many windows of each
 auto& collectives = *new std::map<std::string, int64_t>;
 int num_plain = 0;
 
@@ -41,7 +41,8 @@ void meet_for(Room& room, const Registration& mine) {
     for (int other = 0; other < room.num_ranks; other++)
       if (room.registration(other).number < mine.number) late += " " + std::to_string(other);
     end("rank %d of the communicator registers window %ld, which these ranks have not done after "
-        "%g s:%s", room.rank, long(mine.number - 1), limit_s(), late.c_str());
+        "%g s:%s",
+        room.rank, long(mine.number - 1), limit_s(), late.c_str());
   });
   for (int other = 0; other < room.num_ranks; other++) {
     const Registration theirs = room.registration(other);
@@ -75,8 +76,8 @@ Registered Windows::at(const void* buffer, size_t nbytes) const {
   return {window->number, offset};
 }
 
-// "supports input buffers only from VMM-based allocators and ncclMemAlloc"; "Host APIs do not accept
-// buffers that are symmetrically registered more than once" (NCCL).
+// "supports input buffers only from VMM-based allocators and ncclMemAlloc"; "Host APIs do not
+// accept buffers that are symmetrically registered more than once" (NCCL).
 ncclWindow_t Windows::add(Room& room, const char* start, size_t size, int flags) {
   captures::refuse(nullptr, "a registration");
   if (flags != kPlain) {

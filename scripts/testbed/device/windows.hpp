@@ -1,8 +1,8 @@
 // SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 // SPDX-License-Identifier: Apache-2.0
-// Memory that is registered with a communicator. A window (ncclCommWindowRegister) has a number, the
-// same on all ranks; collectives whose buffers lie in windows must find them at the same offset of
-// the same window on every rank. What NCCL would not survive ends the process.
+// Memory that is registered with a communicator. A window (ncclCommWindowRegister) has a number,
+// the same on all ranks; collectives whose buffers lie in windows must find them at the same offset
+// of the same window on every rank. What NCCL would not survive ends the process.
 #pragma once
 #include <map>
 
