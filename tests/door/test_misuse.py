@@ -93,6 +93,7 @@ LATE: dict[str, dict] = {
     "own graphs": {"cuda_graph_impl": "local"},
     "fp8 without Transformer Engine": {"fp8": "hybrid"},
     "precisions of layers": {"quant_recipe": "recipe"},
+    "sub-samples": {"hybrid_context_parallel": True},
 }
 USELESS = {"save_ranks": 2, "verify": "structure", "save_trained_only": True, "adapter_rank": 8}
 EXPECTED = {
@@ -114,6 +115,7 @@ EXPECTED = {
     "own graphs": "TransformerConfig: cuda_graph_impl is local",
     "fp8 without Transformer Engine": "--fp8-recipe delayed needs Transformer Engine 2.15.0",
     "precisions of layers": "--te-precision-config-file recipe is not supported",
+    "sub-samples": "TransformerConfig: hybrid_context_parallel works in Megatron-LM's own scripts",
     "other ranks": "OptimizerConfig.lr",
     "unwrapped": "a model is wrapped with GPTModel, which AsyncHZP does not shard",
     "main parameters": "--main-params-dtype",

@@ -145,6 +145,11 @@ def _faults_of_dataclasses(transformer: Any, optimizer: Any) -> Iterator[str]:
                 f"OptimizerConfig: {name} is {value}, and TransformerConfig's is {wanted}; give "
                 "both the same"
             )
+    if getattr(transformer, "hybrid_context_parallel", False):
+        yield (
+            "TransformerConfig: hybrid_context_parallel works in Megatron-LM's own scripts alone; "
+            "set it to False"
+        )
     if transformer.cuda_graph_impl == "local":
         yield (
             "TransformerConfig: cuda_graph_impl is local, and its layers have left the stream on "

@@ -89,10 +89,23 @@ def pads_experts(settings: Any) -> bool:
 
 
 def balances_experts(settings: Any) -> bool:
-    """Whether the router learns from the tokens of each expert, by a loss or by a bias."""
-    coefficients = settings.moe_aux_loss_coeff, settings.moe_z_loss_coeff
-    by_loss = any(any(c) if isinstance(c, list) else c for c in coefficients)
-    return by_loss or bool(settings.moe_router_enable_expert_bias)
+    """Whether the router learns from the tokens of each expert: by a loss, a bias or a quantile."""
+    kinds, weight = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    has_weight = any(weight) if isinstance(weight, list) else weight
+    by_loss = has_weight and any("aux_loss" in kind for kind in kinds)
+    has_bias = settings.moe_router_enable_expert_bias or "quantile_balancing" in kinds
+    return bool(by_loss or settings.moe_z_loss_coeff or has_bias)
+
+
+def exchanges_equal_counts(settings: Any) -> bool:
+    """Whether ranks that share experts must have equally many tokens."""
+    expert_tensor = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
+    is_shared = settings.expert_model_parallel_size > 1 or (
+        expert_tensor > settings.tensor_model_parallel_size
+    )
+    is_exact = settings.moe_token_dispatcher_type == "alltoall"
+    return is_shared and not (is_exact and not settings.moe_pad_expert_input_to_capacity)
 
 
 def has_experts_alone(settings: Any) -> bool:

@@ -147,6 +147,11 @@ PASA_REFUSALS: tuple[Rule, ...] = (
     *_because(
         "keys are gathered over the whole context-parallel group",
         "use --context-parallel-size alone",
+        refusal(
+            "--hybrid-context-parallel",
+            lambda s: s.hybrid_context_parallel and not s.use_asynchzp,
+            "without --use-asynchzp",
+        ),
         "--hierarchical-context-parallel-sizes 2 2",
     ),
     *_because(

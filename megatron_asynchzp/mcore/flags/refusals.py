@@ -10,6 +10,7 @@ from megatron_asynchzp.mcore.flags.megatron_settings import (
     captures,
     captures_iteration,
     captures_layers,
+    exchanges_equal_counts,
     has_own_graphs,
     is_fp32,
     named_parts,
@@ -352,6 +353,7 @@ REFUSALS: tuple[Rule, ...] = (
                     s.mtp_num_layers
                     or s.multi_latent_attention
                     or s.experimental_attention_variant
+                    or s.hybrid_layer_pattern is True  # a framework's hybrid model
                     or set(s.hybrid_layer_pattern or "") - set("*-E|/")
                 )
             ),
@@ -360,13 +362,33 @@ REFUSALS: tuple[Rule, ...] = (
         ),
     ),
     *because(
-        "fillers, the sub-samples of one token that make ranks even, would count",
+        "fillers, the sub-samples of one token that make ranks even, would be counted as tokens of "
+        "an expert",
         "use --moe-router-load-balancing-type none without --moe-z-loss-coeff and "
         "--moe-router-enable-expert-bias",
         refusal(
             "--hybrid-context-parallel --num-experts 4 --moe-aux-loss-coeff 0.01",
             lambda s: s.hybrid_context_parallel and s.num_experts and balances_experts(s),
-            "with experts that are balanced by a loss or by a bias",
+            "with experts that are balanced by a loss, a bias or a quantile",
+        ),
+    ),
+    *because(
+        "ranks that share experts have sub-samples of different lengths, and these dispatchers "
+        "expect equal ones",
+        "use --moe-token-dispatcher-type alltoall without --moe-pad-expert-input-to-capacity",
+        refusal(
+            "--hybrid-context-parallel --num-experts 4 --expert-model-parallel-size 2",
+            lambda s: s.hybrid_context_parallel and s.num_experts and exchanges_equal_counts(s),
+            "with experts on several ranks and another dispatcher than alltoall, or padded experts",
+        ),
+    ),
+    *because(
+        "each sub-sample is a batch of one",
+        "use --micro-batch-size 1",
+        refusal(
+            "--hybrid-context-parallel --micro-batch-size 2",
+            lambda s: s.hybrid_context_parallel and (s.micro_batch_size or 1) > 1,
+            "with a --micro-batch-size above 1",
         ),
     ),
     *because(
@@ -374,7 +396,10 @@ REFUSALS: tuple[Rule, ...] = (
         "use --bf16 without --fp8-format, --fp4-format and --cuda-graph-impl",
         refusal(
             "--hybrid-context-parallel --fp8-format hybrid",
-            lambda s: s.hybrid_context_parallel and (s.fp8 or s.fp4 or captures_layers(s)),
+            lambda s: (
+                s.hybrid_context_parallel
+                and (s.fp8 or s.fp4 or captures_layers(s) or captures_iteration(s))
+            ),
             "with layers in FP8 or FP4, or captured ones",
         ),
     ),

@@ -18,6 +18,10 @@ from megatron_asynchzp.planner.sub_samples import Routes, evened
 _ALONE = Namespace(size=lambda: 1, rank=lambda: 0)  # the process group of a rank by itself
 
 
+class _Routed:
+    """Marks an iterator whose sub-samples have their ranks."""
+
+
 @replaces(
     "megatron.training.training.HybridCPDataLoaderWrapper",
     "data_iterator config pg_collection",
@@ -29,7 +33,7 @@ def route_samples(original: Callable, data_iterator: Any, *args: Any, **options:
         return original(data_iterator, *args, **options)
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    class Routed(RerunDataIterator):
+    class Routed(_Routed, RerunDataIterator):
         def __iter__(self) -> "Routed":
             return self
 
@@ -55,7 +59,7 @@ def run_samples(original: Callable, *args: Any, **options: Any) -> tuple:
 
     given = signature(original).bind(*args, **options).arguments
     routed = given["data_iterator"]
-    if type(routed).__name__ != "Routed":
+    if not isinstance(routed, (_Routed, HybridCPDataLoaderWrapper)):
         routed = HybridCPDataLoaderWrapper(routed, given["config"])
     reports, num_tokens = original(**given | {"data_iterator": _with_fillers(routed, run)})
     if given["forward_only"] and not given["collect_non_loss_data"]:

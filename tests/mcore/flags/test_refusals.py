@@ -84,3 +84,50 @@ def test_experts_are_captured_only_where_the_host_knows_their_tokens(parse, line
 def test_megatrons_own_graphs_are_taken_where_their_numbers_are_those_without(parse, line, reason):
     rows = [row for row in REFUSALS if row.applies(MegatronSettings(parse(line)))]
     assert len(rows) == bool(reason) and all(reason in row.reason for row in rows)
+
+
+_SUB_SAMPLES = "--hybrid-context-parallel"
+_ROUTED = f"{_SUB_SAMPLES} --num-experts 4 --moe-router-load-balancing-type"
+_ALL_TO_ALL = f"{_ROUTED} none --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (_SUB_SAMPLES, ""),
+        (f"{_SUB_SAMPLES} --hybrid-layer-pattern *-E", ""),
+        (f"{_SUB_SAMPLES} --hybrid-layer-pattern M*-", "do not follow the ranks"),
+        (f"{_SUB_SAMPLES} --micro-batch-size 1", ""),
+        (f"{_SUB_SAMPLES} --micro-batch-size 3", "a batch of one"),
+        (f"{_SUB_SAMPLES} --bf16 --cuda-graph-impl full_iteration", "fillers have one token"),
+        (f"{_ROUTED} none --moe-aux-loss-coeff 0.01", ""),
+        (f"{_ROUTED} aux_loss", ""),
+        (f"{_ROUTED} none --moe-z-loss-coeff 0.01", "tokens of an expert"),
+        (f"{_ROUTED} none --moe-router-enable-expert-bias", "tokens of an expert"),
+        (f"{_ROUTED} seq_aux_loss --moe-aux-loss-coeff 0.01", "tokens of an expert"),
+        (f"{_ROUTED} aux_loss sinkhorn --moe-aux-loss-coeff 0 0.01", "tokens of an expert"),
+        (_ALL_TO_ALL, ""),
+        (f"{_ALL_TO_ALL} --moe-token-dispatcher-type allgather", "expect equal ones"),
+        (f"{_ALL_TO_ALL} --moe-token-dispatcher-type flex", "expect equal ones"),
+        (f"{_ALL_TO_ALL} {_PADDED}", "expect equal ones"),
+        (f"{_ROUTED} none --expert-tensor-parallel-size 2", "expect equal ones"),
+        (f"{_ROUTED} none --tensor-model-parallel-size 2 --disable-bias-linear", ""),
+    ],
+)
+def test_sub_samples_are_taken_where_ranks_may_have_unequal_ones(parse, line, reason):
+    rows = [row for row in REFUSALS if row.applies(MegatronSettings(parse(line)))]
+    assert len(rows) == bool(reason), rows
+    assert all(reason in row.reason for row in rows)
+
+
+def test_quantiles_of_routers_count_a_filler_as_a_sub_sample(parse):
+    args = parse(f"{_ROUTED} none")
+    args.moe_router_load_balancing_type = ["quantile_balancing"]  # 0.19 and later
+    rows = [row for row in REFUSALS if row.applies(MegatronSettings(args))]
+    assert [row.reason.split()[-1] for row in rows] == ["expert"]
+
+
+def test_pasa_follows_sub_samples_where_our_patches_do(parse):
+    for more, is_refused in (("", True), ("--use-asynchzp", False)):
+        args = MegatronSettings(parse(f"--use-pasa-attention {_SUB_SAMPLES} {more}"))
+        assert any(row.applies(args) for row in PASA_REFUSALS) == is_refused
