@@ -206,7 +206,7 @@ def test_a_world_is_refused_where_megatrons_groups_refuse_it_and_nowhere_else():
         (4, 8, 12), (1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2)
     ):
         given = {f"{name}_parallel_size": size for name, size in zip(names, sizes, strict=True)}
-        args = SimpleNamespace(**given, world_size=ranks)
+        args = SimpleNamespace(**given, world_size=ranks, hybrid_context_parallel=False)
         for name in ("global_batch_size", "micro_batch_size", "decrease_batch_size_if_needed"):
             vars(args).update({name: None, f"eval_{name}": None})
         try:

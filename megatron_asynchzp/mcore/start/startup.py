@@ -33,6 +33,7 @@ def prepare_process(argv: list[str]) -> None:
         return
     start_s = time.monotonic()
     _announce("importing Megatron, which can take half a minute")
+    found_version()  # refuses a Megatron that is missing or too old, before it is imported
     choose_platform(argv)
     patch_megatron()
     _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")

@@ -33,8 +33,11 @@ def _filled(kind: type, args: Namespace) -> Any:
     return made
 
 
-# Megatron's training alone has these: a batch that grows, and an older name of the parts; or ours.
-_OF_TRAINING = ("--step-batch-size-schedule", "--cuda-graph-scope", "--asynchzp-")
+# Megatron's training alone has these: batches, and an older name of the parts; or ours.
+_OF_TRAINING = (
+    *("--step-batch-size-schedule", "--micro-batch-size"),
+    *("--cuda-graph-scope", "--asynchzp-"),
+)
 _SHARED = [
     rule
     for rule in REFUSALS
