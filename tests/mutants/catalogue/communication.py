@@ -260,4 +260,23 @@ MUTANTS = [
         "",
         "tests/library/step/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
     ),
+    Mutant(
+        "windows-without-a-wait",
+        "memory is deregistered only when the device is done with it",
+        "engine/comm/registered.py",
+        "if self._pools and not self._device.synchronize(self._device.record_event(), limit_s):",
+        "if False:",
+        (
+            "tests/device/test_registered.py::"
+            "test_memory_is_deregistered_only_when_the_device_is_done_with_it"
+        ),
+    ),
+    Mutant(
+        "windows-left-asleep",
+        "asleep there is no window",
+        "engine/comm/arena.py",
+        "        self.deregister(limit_s)\n        self._memory, self._places = {}, {}",
+        "        self._memory, self._places = {}, {}",
+        ("tests/device/test_registered.py::test_asleep_there_is_no_window_and_nothing_grows[2]"),
+    ),
 ]
