@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39671,
-    "docstring words": 35778,
-    "docstring lines": 3309,
+    "lines": 39724,
+    "docstring words": 35797,
+    "docstring lines": 3311,
     "raise ConfigurationError": 252,
     "context variables": 3,
     "assignments of __class__": 9,

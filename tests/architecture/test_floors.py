@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/zero": 4669,
     "hf": 2615,
     "library": 2669,
-    "mcore": 11126,
+    "mcore": 11179,
     "planner": 4095,
     "beside the rooms": 702,
 }
