@@ -13,12 +13,7 @@ import torch.distributed as dist
 
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import (
-    FULL_RECOMPUTE,
-    PIPELINE_PARALLEL,
-    TENSOR_PARALLEL,
-    size_flags,
-)
+from scripts.testbed.megatron_flags import FULL_RECOMPUTE, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import Steps, on_device, run_pretrain
 from tests.device.test_megatron_graphs import CAPACITY
 from tests.device.test_transformer_engine import BASE, CODES, GROUPED_EXPERTS, RECIPES, env_of
@@ -41,9 +36,6 @@ FORMS: dict[str, tuple[int, tuple[int, int, int], list[str]]] = {
     "recomputation": (2, (2, 2, 2), [*FULL_RECOMPUTE]),
     "padded experts": (2, (2, 2, 2), [*GROUPED_EXPERTS, *CAPACITY]),
     "tensor parallelism": (4, (2, 2, 2), [*TENSOR_PARALLEL, "--sequence-parallel"]),
-    "interleaved pipeline": (4, (2, 2, 2), [
-        "--num-layers", "4", *PIPELINE_PARALLEL, "--num-layers-per-virtual-pipeline-stage", "1",
-        "--global-batch-size", "8"]),
     "kept parameters": (2, (2, 2, 2), ["--asynchzp-keep-params-gb", "0.001"]),
     "kept gradients": (2, (2, 2, 2), ["--asynchzp-keep-grads-gb", "0.001"]),
 }
