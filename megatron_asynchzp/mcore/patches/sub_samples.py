@@ -59,7 +59,7 @@ def run_samples(original: Callable, *args: Any, **options: Any) -> tuple:
 
     given = signature(original).bind(*args, **options).arguments
     routed = given["data_iterator"]
-    if not isinstance(routed, (_Routed, HybridCPDataLoaderWrapper)):
+    if not isinstance(routed, _Routed):
         routed = HybridCPDataLoaderWrapper(routed, given["config"])
     reports, num_tokens = original(**given | {"data_iterator": _with_fillers(routed, run)})
     if given["forward_only"] and not given["collect_non_loss_data"]:
