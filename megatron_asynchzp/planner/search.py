@@ -150,7 +150,7 @@ def _bounds_of(costing: Costing) -> tuple[float, float]:
     ends = max((once for _, once, _ in carried), default=0.0)
     # What a step carries once is hidden behind one backward and one forward at best; of the
     # rest the first unit and the last wait.
-    hidden = max(busy, worst, busy + max(0.0, ends - max(compute)))
+    hidden = max(worst, busy + max(0.0, ends - max(compute)))
     return max(busy, least), hidden + 0.02 * worst / count
 
 
@@ -191,8 +191,7 @@ def _carried(costing: Costing, stage: int) -> list[tuple[float, float, float]]:
                 each[carrier] += often * seconds
                 once[carrier] += rarely * seconds
                 if lane == GATHER and often:
-                    held_nbytes = costing.in_flight(unit).params
-                    gathers[carrier, unit.chunk].append((seconds, held_nbytes))
+                    gathers[carrier, unit.chunk].append((seconds, costing.in_flight(unit).params))
     kept = defaultdict[str | int, float](float)
     rooms = {unit.chunk: None for unit in costing.units[stage] if unit.numel}
     for chunk, memory in zip(rooms, costing.in_flight_of(stage), strict=True):

@@ -6,9 +6,11 @@ Ranks that gather or reduce together run equally many micro-batches, so fillers 
 rank that has fewer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from functools import cached_property
+from itertools import chain, count, islice
 
 Routes = Sequence[Sequence[Sequence[int]]]
 """For each group of sub-samples without a barrier in it, and each rank, the numbers of its own."""
@@ -24,12 +26,11 @@ def evened(routes: Routes, block: int) -> list[list[list[int]]]:
     filled: list[list[list[int]]] = []
     for group in routes:
         least = 1 if len(filled) == len(routes) - 1 else 0
-        lists = []
-        for rank, mine in enumerate(group):
-            first = rank - rank % block
-            longest = max(least, *map(len, group[first : first + block]))
-            lists.append([*mine, *islice(fillers, longest - len(mine))])
-        filled.append(lists)
+        filled.append([])
+        for first in range(0, len(group), block):
+            ranks = group[first : first + block]
+            longest = max(least, *map(len, ranks))
+            filled[-1] += [[*mine, *islice(fillers, longest - len(mine))] for mine in ranks]
     return filled
 
 
@@ -48,18 +49,19 @@ class RoutedStep:
     block: int
     micro_batch_s: Callable[[int, int], float]
 
+    @cached_property
+    def _filled(self) -> list[list[list[int]]]:
+        return evened(self.routes, self.block)
+
     @property
     def longest(self) -> int:
         """The micro-batches of the rank that has most."""
-        ranks = range(len(self.routes[0]))
-        filled = evened(self.routes, self.block)
-        return max(sum(len(group[rank]) for group in filled) for rank in ranks)
+        return max(sum(map(len, lists)) for lists in zip(*self._filled, strict=True))
 
     @property
     def filler_share(self) -> float:
         """The part of all micro-batches of all ranks that are fillers."""
-        groups = evened(self.routes, self.block)
-        are_fillers = [number < 0 for group in groups for own in group for number in own]
+        are_fillers = [number < 0 for group in self._filled for own in group for number in own]
         return sum(are_fillers) / len(are_fillers)
 
     @property
@@ -68,14 +70,13 @@ class RoutedStep:
 
         A block waits for its slowest rank in each of them, all ranks for each other after a group.
         """
-        return sum(max(self._block_s(group)) for group in evened(self.routes, self.block))
+        return sum(max(self._block_s(group)) for group in self._filled)
 
     def _block_s(self, group: Sequence[Sequence[int]]) -> Iterator[float]:
-        numbers = [number for own in group for number in own]
+        seconds = {
+            number: self.micro_batch_s(self.lengths[number] if number >= 0 else 1, num_ranks)
+            for number, num_ranks in Counter(chain.from_iterable(group)).items()
+        }
         for first in range(0, len(group), self.block):
             turns = zip(*group[first : first + self.block], strict=True)
-            yield sum(max(self._number_s(number, numbers) for number in turn) for turn in turns)
-
-    def _number_s(self, number: int, numbers: Sequence[int]) -> float:
-        tokens = self.lengths[number] if number >= 0 else 1
-        return self.micro_batch_s(tokens, numbers.count(number))
+            yield sum(max(seconds[number] for number in turn) for turn in turns)

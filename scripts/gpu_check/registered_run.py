@@ -3,7 +3,6 @@
 """One rank of the check `registered`: trains, sleeps and replays, with and without windows."""
 
 import json
-import logging
 import os
 import statistics
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
 from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from scripts.gpu_check.toy import ToyShape, batch_of, loss_of, new_model
+from scripts.testbed.log_lines import log_lines
 
 _STEPS, _SLEEPS = 8, 10
 
@@ -26,19 +26,12 @@ def new_sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def train(domain: int, shape: ToyShape, device: torch.device) -> dict[str, Any]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("megatron_asynchzp")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
     world = dist.get_world_size()
     model = new_model(shape, device)
     schedule = ScheduleConfig(registers_memory=domain)
-    sharded = shard(
-        model, model.blocks, ShardSizes(world, world, world), new_sgd, schedule=schedule
-    )
-    logger.removeHandler(handler)
+    sizes = ShardSizes(world, world, world)
+    with log_lines() as lines:
+        sharded = shard(model, model.blocks, sizes, new_sgd, schedule=schedule)
     batch, losses, times = batch_of(shape, 0, dist.get_rank(), device), [], []
 
     def step() -> None:

@@ -3,7 +3,6 @@
 """What ranks run in the tests of registered memory."""
 
 import ctypes
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
 from scripts.testbed.device.delays import Delays
+from scripts.testbed.log_lines import log_lines
 from tests.device import programs
 from tests.device.programs import CLIP, Case, Seen, device_of_rank, new_adamw, new_toy
 from tests.support.toy_models import toy_batch, toy_loss
@@ -137,13 +137,8 @@ def kinds_of_registration(domain: int, has_windows: bool) -> tuple[int, int, lis
     """Windows, plain registrations, and the lines of the log."""
     from scripts.testbed.device import inside
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("megatron_asynchzp")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    registered, _ = new_registered(domain, registers_windows=has_windows)
+    with log_lines() as lines:
+        registered, _ = new_registered(domain, registers_windows=has_windows)
     memory = registered.new(1 << 20)
     counts = inside.num_registered(), inside.num_registered(is_plain=True)
     registered.deregister(60.0)

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import FULL_RECOMPUTE, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import Steps, on_device, run_pretrain
-from tests.device.test_megatron_graphs import CAPACITY
+from tests.device.test_megatron_graphs import CAPACITY, whole_and_resumed, with_and_without
 from tests.device.test_transformer_engine import BASE, CODES, GROUPED_EXPERTS, RECIPES, env_of
 
 pytestmark = pytest.mark.slow
@@ -66,16 +65,6 @@ def train(line: Sequence[str]) -> Run:
     return Run(record.losses_and_norms, *record.inspected, record.validation_loss)
 
 
-def with_and_without(line: Sequence[str], laws: Sequence[Delays]) -> list[Run]:
-    from scripts.testbed.device import inside
-
-    runs = [train(line)]
-    for law in laws:
-        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
-        runs.append(train([*line, *WHOLE]))
-    return runs
-
-
 def compare(
     worlds: DeviceWorlds,
     more: Sequence[str],
@@ -87,7 +76,7 @@ def compare(
     line = [*COMMON, *more, *size_flags(sizes)]
     env = (env or {}) | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if num_ranks == 4 else {})
     for eager, *captured in worlds.run(
-        with_and_without, num_ranks, line, laws, timeout_s=850, env=env
+        with_and_without, num_ranks, train, line, WHOLE, laws, timeout_s=850, env=env
     ):
         assert not eager.graphs and len({loss for loss, _ in eager.steps}) in (1, len(eager.steps))
         for run in captured:
@@ -118,20 +107,13 @@ def test_layers_that_compute_in_fp8_and_fp4_keep_their_bits(te_worlds: DeviceWor
     compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe))
 
 
-def whole_and_resumed(line: Sequence[str], folder: str) -> list[Run]:
-    """Without a graph; with one, saved each 10 steps; and gone on with from step 20."""
-    saved = [*WHOLE, "--save", folder, "--save-interval", "10"]
-    loaded = [*WHOLE, "--load", folder, "--ckpt-step", "20"]
-    return [train([*line, *more]) for more in ([], saved, loaded)]
-
-
 def test_a_run_with_evaluations_and_saves_goes_on_from_a_checkpoint_with_the_same_bits(
     te_worlds: DeviceWorlds, tmp_path: Path
 ):
     line = [*COMMON, "--bf16", "--train-iters", "30", *size_flags((2, 2, 2))]
     line += ["--eval-iters", "1", "--eval-interval", "5"]
     for eager, saved, resumed in te_worlds.run(
-        whole_and_resumed, 2, line, str(tmp_path), timeout_s=850
+        whole_and_resumed, 2, train, line, WHOLE, str(tmp_path), 10, 20, timeout_s=850
     ):
         assert saved.graphs and resumed.graphs
         assert saved.steps == eager.steps and resumed.steps == eager.steps[20:]

@@ -3,7 +3,7 @@
 """Megatron's layers as CUDA graphs, of Transformer Engine and of its own, inside the engine on the
 emulated device: the bits of the same run without graphs, in every loss, norm and main parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,11 +76,15 @@ def train(line: Sequence[str]) -> Run:
     return Run(record.losses_and_norms, *record.inspected, record.validation_loss)
 
 
-def with_and_without(line: Sequence[str], laws: Sequence[Delays], impl: str) -> list[Run]:
+def with_and_without[R](
+    train: Callable[[Sequence[str]], R],
+    line: Sequence[str],
+    graphs: Sequence[str],
+    laws: Sequence[Delays],
+) -> list[R]:
     """Without graphs and delays, and with graphs under each law."""
     from scripts.testbed.device import inside
 
-    graphs = ["--cuda-graph-impl", impl, "--cuda-graph-warmup-steps", "1"]
     runs = [train(line)]
     for law in laws:
         inside.set_delays(law, dist.get_rank(), dist.get_world_size())
@@ -88,12 +92,22 @@ def with_and_without(line: Sequence[str], laws: Sequence[Delays], impl: str) -> 
     return runs
 
 
-def whole_and_resumed(line: Sequence[str], folder: str, impl: str) -> list[Run]:
-    """Without graphs; with them, saved after two steps; and gone on with from there."""
-    graphs = ["--cuda-graph-impl", impl, "--cuda-graph-warmup-steps", "1"]
-    saved = [*graphs, "--save", folder, "--save-interval", "2"]
-    loaded = [*graphs, "--load", folder, "--ckpt-step", "2"]
+def whole_and_resumed[R](
+    train: Callable[[Sequence[str]], R],
+    line: Sequence[str],
+    graphs: Sequence[str],
+    folder: str,
+    interval: int,
+    step: int,
+) -> list[R]:
+    """Without graphs; with them, saved at each interval; and gone on with from `step`."""
+    saved = [*graphs, "--save", folder, "--save-interval", str(interval)]
+    loaded = [*graphs, "--load", folder, "--ckpt-step", str(step)]
     return [train([*line, *more]) for more in ([], saved, loaded)]
+
+
+def graphs_of(impl: str) -> list[str]:
+    return ["--cuda-graph-impl", impl, "--cuda-graph-warmup-steps", "1"]
 
 
 def compare(
@@ -106,7 +120,7 @@ def compare(
     impl: str = TE,
 ) -> None:
     line = [*COMMON, *more, *size_flags(sizes)]
-    args = num_ranks, line, laws, impl
+    args = num_ranks, train, line, graphs_of(impl), laws
     for eager, *graphed in worlds.run(with_and_without, *args, timeout_s=590, env=env):
         assert eager.num_graphs == 0
         assert len({loss for loss, _ in eager.steps}) in (1, 3)  # a stage without a loss has None
@@ -128,7 +142,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_bits_of_the_whole_one(
     te_worlds: DeviceWorlds, tmp_path: Path, impl: str
 ):
     line = [*COMMON, "--bf16", "--train-iters", "4", *size_flags((1, 2, 2))]
-    args = 2, line, str(tmp_path), impl
+    args = 2, train, line, graphs_of(impl), str(tmp_path), 2, 2
     for eager, saved, resumed in te_worlds.run(whole_and_resumed, *args, timeout_s=590):
         assert saved.num_graphs == resumed.num_graphs > 0
         assert saved.steps == eager.steps and resumed.steps == eager.steps[2:]

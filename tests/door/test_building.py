@@ -9,7 +9,7 @@ import torch
 
 from tests.door.core_loop import Loop
 from tests.door.test_core_loop import BF16, EXPERTS, Sizes, install
-from tests.door.test_misuse import refusal
+from tests.door.test_misuse import assert_each_has, refusal
 from tests.door.test_whole import new_values, values_of, write
 from tests.support.live_memory import counted_allocations
 from tests.support.world import on_ranks
@@ -130,6 +130,4 @@ EXPECTED = {
 
 def test_each_misuse_of_building_is_one_line():
     for lines in on_ranks(refusals, 2):
-        assert lines.keys() == EXPECTED.keys()
-        for name, part in EXPECTED.items():
-            assert part in lines[name], name
+        assert_each_has(EXPECTED, lines)

@@ -125,11 +125,15 @@ EXPECTED = {
 }
 
 
+def assert_each_has(expected: dict[str, str], lines: dict[str, str]) -> None:
+    assert lines.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part in lines[name], name
+
+
 def test_each_misuse_is_one_line():
     for lines in on_ranks(misuses, 2):
-        assert lines.keys() == EXPECTED.keys()
-        for name, part in EXPECTED.items():
-            assert part in lines[name], name
+        assert_each_has(EXPECTED, lines)
 
 
 def test_variables_of_the_environment_are_a_config():

@@ -4,11 +4,10 @@
 tests/mcore/test_parity.py.
 """
 
-import logging
-
 import pytest
 import torch
 
+from scripts.testbed.log_lines import log_lines
 from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.mcore.test_data_parallel import tiny_config, wrap
@@ -39,17 +38,13 @@ def _warnings_of_steps(is_asked: bool) -> list[list[str]]:
     rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
     (chunk,) = _wrapped_linear((1, 2, 2), check_for_large_grads=is_asked)
     logged: list[list[str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged[-1].append(record.getMessage())
-    logger = logging.getLogger(rerun_state_machine.__name__)
-    logger.addHandler(handler)
     for step in range(102):
-        logged.append([])
         chunk.zero_grad_buffer()
         scale = 100 if step == 101 else 1
-        (chunk(torch.ones(2, 8, dtype=torch.bfloat16)) * scale).sum().backward()
-        chunk.finish_grad_sync()
-    logger.removeHandler(handler)
+        with log_lines(rerun_state_machine.__name__) as lines:
+            (chunk(torch.ones(2, 8, dtype=torch.bfloat16)) * scale).sum().backward()
+            chunk.finish_grad_sync()
+        logged.append(lines)
     chunk.communication.close()
     return [[line for line in lines if "unexpectedly large" in line] for lines in logged]
 

@@ -128,11 +128,10 @@ def comparable(run: RunSettings, *configs: Any) -> dict[str, str]:
     left_out = ("config", "trace", "number_of_step", "ranks_per_node")
     text = {f.name: repr(getattr(run, f.name)) for f in fields(run) if f.name not in left_out}
     for config in configs:
-        values = {
-            f"{type(config).__name__}.{f.name}": getattr(config, f.name) for f in fields(config)
-        }
         text |= {
-            name: text_of(value) for name, value in values.items() if isinstance(value, _PLAIN)
+            f"{type(config).__name__}.{f.name}": text_of(value)
+            for f in fields(config)
+            if isinstance(value := getattr(config, f.name), _PLAIN)
         }
     return text | {flag_of(name): repr(getattr(run.config, name)) for name in OPTIONS}
 

@@ -100,10 +100,9 @@ def balances_experts(settings: Any) -> bool:
 
 def exchanges_equal_counts(settings: Any) -> bool:
     """Whether ranks that share experts must have equally many tokens."""
-    expert_tensor = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
-    is_shared = settings.expert_model_parallel_size > 1 or (
-        expert_tensor > settings.tensor_model_parallel_size
-    )
+    tensor = settings.tensor_model_parallel_size
+    expert_tensor = settings.expert_tensor_parallel_size or tensor
+    is_shared = settings.expert_model_parallel_size > 1 or expert_tensor > tensor
     is_exact = settings.moe_token_dispatcher_type == "alltoall"
     return is_shared and not (is_exact and not settings.moe_pad_expert_input_to_capacity)
 

@@ -88,6 +88,15 @@ _WHOLE = "--cuda-graph-impl full_iteration --bf16"
 _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
 _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds only a shard"
 
+
+def _with_sub_samples(example: str, asks: Callable[[Any], Any], condition: str) -> Rule:
+    return refusal(
+        f"--hybrid-context-parallel {example}",
+        lambda s: s.hybrid_context_parallel and asks(s),
+        condition,
+    )
+
+
 REFUSALS: tuple[Rule, ...] = (
     *because(
         "it is an old name",
@@ -345,17 +354,14 @@ REFUSALS: tuple[Rule, ...] = (
     *because(
         "these layers do not follow the ranks of a sub-sample",
         "leave one of the two out",
-        refusal(
-            "--hybrid-context-parallel --mtp-num-layers 1",
+        _with_sub_samples(
+            "--mtp-num-layers 1",
             lambda s: (
-                s.hybrid_context_parallel
-                and (
-                    s.mtp_num_layers
-                    or s.multi_latent_attention
-                    or s.experimental_attention_variant
-                    or s.hybrid_layer_pattern is True  # a framework's hybrid model
-                    or set(s.hybrid_layer_pattern or "") - set("*-E|/")
-                )
+                s.mtp_num_layers
+                or s.multi_latent_attention
+                or s.experimental_attention_variant
+                or s.hybrid_layer_pattern is True  # a framework's hybrid model
+                or set(s.hybrid_layer_pattern or "") - set("*-E|/")
             ),
             "with --mtp-num-layers, --multi-latent-attention, --experimental-attention-variant, or "
             "a --hybrid-layer-pattern with more than *, - and E",
@@ -366,9 +372,9 @@ REFUSALS: tuple[Rule, ...] = (
         "an expert",
         "use --moe-router-load-balancing-type none without --moe-z-loss-coeff and "
         "--moe-router-enable-expert-bias",
-        refusal(
-            "--hybrid-context-parallel --num-experts 4 --moe-aux-loss-coeff 0.01",
-            lambda s: s.hybrid_context_parallel and s.num_experts and balances_experts(s),
+        _with_sub_samples(
+            "--num-experts 4 --moe-aux-loss-coeff 0.01",
+            lambda s: s.num_experts and balances_experts(s),
             "with experts that are balanced by a loss, a bias or a quantile",
         ),
     ),
@@ -376,39 +382,36 @@ REFUSALS: tuple[Rule, ...] = (
         "ranks that share experts have sub-samples of different lengths, and these dispatchers "
         "expect equal ones",
         "use --moe-token-dispatcher-type alltoall without --moe-pad-expert-input-to-capacity",
-        refusal(
-            "--hybrid-context-parallel --num-experts 4 --expert-model-parallel-size 2",
-            lambda s: s.hybrid_context_parallel and s.num_experts and exchanges_equal_counts(s),
+        _with_sub_samples(
+            "--num-experts 4 --expert-model-parallel-size 2",
+            lambda s: s.num_experts and exchanges_equal_counts(s),
             "with experts on several ranks and another dispatcher than alltoall, or padded experts",
         ),
     ),
     *because(
         "each sub-sample is a batch of one",
         "use --micro-batch-size 1",
-        refusal(
-            "--hybrid-context-parallel --micro-batch-size 2",
-            lambda s: s.hybrid_context_parallel and (s.micro_batch_size or 1) > 1,
+        _with_sub_samples(
+            "--micro-batch-size 2",
+            lambda s: (s.micro_batch_size or 1) > 1,
             "with a --micro-batch-size above 1",
         ),
     ),
     *because(
         "fillers have one token, and sub-samples any number",
         "use --bf16 without --fp8-format, --fp4-format and --cuda-graph-impl",
-        refusal(
-            "--hybrid-context-parallel --fp8-format hybrid",
-            lambda s: (
-                s.hybrid_context_parallel
-                and (s.fp8 or s.fp4 or captures_layers(s) or captures_iteration(s))
-            ),
+        _with_sub_samples(
+            "--fp8-format hybrid",
+            lambda s: s.fp8 or s.fp4 or captures_layers(s) or captures_iteration(s),
             "with layers in FP8 or FP4, or captured ones",
         ),
     ),
     *because(
         "Megatron reads one number of samples in all steps",
         "use one --global-batch-size",
-        refusal(
-            "--hybrid-context-parallel --step-batch-size-schedule 0:8,10:16",
-            lambda s: s.hybrid_context_parallel and s.step_batch_size_schedule,
+        _with_sub_samples(
+            "--step-batch-size-schedule 0:8,10:16",
+            lambda s: s.step_batch_size_schedule,
             "with --step-batch-size-schedule",
         ),
     ),

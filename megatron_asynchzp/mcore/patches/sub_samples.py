@@ -15,6 +15,7 @@ from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.settings import Run, run_args
 from megatron_asynchzp.planner.sub_samples import Routes, evened
 
+_BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 _ALONE = Namespace(size=lambda: 1, rank=lambda: 0)  # the process group of a rank by itself
 
 
@@ -119,9 +120,6 @@ def shape_sample(original: Callable, batch: dict, *args: Any, **options: Any) ->
     return original(batch, *args, **options)
 
 
-_BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
-
-
 @replaces(
     "megatron.core.transformer.attention.Attention.forward",
     "self hidden_states attention_mask key_value_states inference_context rotary_pos_emb "
@@ -133,7 +131,7 @@ _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 )
 def attend(original: Callable, self: Any, *args: Any, **options: Any) -> Any:
     packed = options.get("packed_seq_params")
-    if run_args() is None or getattr(packed, "local_cp_size", None) is None:
+    if getattr(packed, "local_cp_size", None) is None or run_args() is None:
         return original(self, *args, **options)
     groups = self.pg_collection
     self.pg_collection = copy(groups)
