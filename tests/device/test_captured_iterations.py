@@ -121,19 +121,19 @@ def test_a_run_with_evaluations_and_saves_goes_on_from_a_checkpoint_with_the_sam
         assert saved.validation_loss == resumed.validation_loss == eager.validation_loss
 
 
-def with_fewer_micro_batches(line: Sequence[str]) -> str:
+def with_more_micro_batches(line: Sequence[str]) -> str:
     with on_device(uses_te=True), pytest.raises(Exception, match="micro-batches") as told:
-        run_pretrain([*line, *WHOLE], prepare=_halve_the_batch_after_three_steps)
+        run_pretrain([*line, *WHOLE], prepare=_double_the_batch_after_three_steps)
     return str(told.value)
 
 
-def _halve_the_batch_after_three_steps(model: list) -> list:
+def _double_the_batch_after_three_steps(model: list) -> list:
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     def update(*_: Any, **__: Any) -> None:
         if FullCudaGraphWrapper.curr_iteration["training"] == 3:
-            calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR.num_micro_batches = 1
+            calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR.num_micro_batches = 4
 
     calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR.update = update
     return model
@@ -141,5 +141,5 @@ def _halve_the_batch_after_three_steps(model: list) -> list:
 
 def test_another_number_of_micro_batches_is_refused(te_worlds: DeviceWorlds):
     line = [*COMMON, "--bf16", *size_flags((2, 2, 2))]
-    for told in te_worlds.run(with_fewer_micro_batches, 2, line, timeout_s=590):
-        assert told.startswith("--cuda-graph-impl full_iteration: 1 micro-batches of training")
+    for told in te_worlds.run(with_more_micro_batches, 2, line, timeout_s=590):
+        assert told.startswith("--cuda-graph-impl full_iteration: 4 micro-batches of training")
