@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from scripts.testbed.device.delays import LAWS as LAW_NAMES
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from scripts.testbed.megatron_flags import (
@@ -117,6 +118,30 @@ def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
         assert found == expected if layout.is_gloos else are_close(found, expected)
     for index, law in enumerate(laws, 1):
         assert seen[2 * index : 2 * index + 2] == [stock, ours], str(law)
+
+
+def _sub_samples_under(laws: list[Delays], line: list[str]) -> list[Steps]:
+    from scripts.testbed.device import inside
+    from tests.mcore import test_hybrid_context_parallel as hybrid  # imports Megatron
+
+    results = []
+    for law in laws:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        with on_device():
+            results.append(hybrid.run(line).losses_and_norms)
+    return results
+
+
+@pytest.mark.slow
+def test_sub_samples_on_their_own_ranks_have_the_same_bits_under_four_laws(worlds: DeviceWorlds):
+    from tests.mcore import test_hybrid_context_parallel as hybrid
+
+    line = [*hybrid.BASE, *hybrid.HYBRID, *hybrid.ROPE, "--train-iters", "3"]
+    line += size_flags((1, 2, 4))
+    laws = [Delays(), *(Delays(law, 1) for law in LAW_NAMES[1:5])]
+    first, *others = worlds.run(_sub_samples_under, 4, laws, line, timeout_s=800)[0]
+    assert len(others) == 4 and others == [first] * 4
+    assert are_close(first, run_ranks(hybrid.run, 4, line, timeout_s=300)[0].losses_and_norms)
 
 
 @pytest.mark.slow

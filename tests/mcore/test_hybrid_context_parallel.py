@@ -76,7 +76,8 @@ def _forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
     if tp_rank == 0:
         batch = next(data_iterator)
         for name in (*names, "local_cp_size", "hybrid_cp_group"):
-            batch[name] = batch.get(name)
+            value = batch.get(name)
+            batch[name] = None if value is None else value.cuda()
     batch = utils.get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=state.get_tensor_model_parallel_src_rank(),

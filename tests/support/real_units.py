@@ -70,6 +70,7 @@ def _world(args: Namespace, rank: int) -> Iterator[Any]:
 def _build(args: Namespace, groups: Any) -> Chunks:
     """With Megatron's own builder, of its local layers: their parameters have the shapes of
     Transformer Engine's, which need not be installed."""
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models import build_virtual_pipeline_stages
@@ -86,6 +87,12 @@ def _build(args: Namespace, groups: Any) -> Chunks:
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("meta")),
         mock.patch.object(torch.cuda, "Stream", object),
         mock.patch.object(DotProductAttention, "__init__", without_checks),
+        mock.patch.object(  # megatron-core 0.20, which asks isinstance() of None
+            multi_token_prediction,
+            "is_inference_column_parallel_linear",
+            lambda _: False,
+            create=True,
+        ),
         # A tied embedding on two stages is sent from one to the other.
         mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         torch.device("meta"),

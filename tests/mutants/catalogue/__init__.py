@@ -3,7 +3,7 @@
 """Ways to break the code, one for each law and mechanism, each with the smallest fast test that
 notices."""
 
-from tests.mutants.catalogue import communication, engine, megatron, sharding
+from tests.mutants.catalogue import communication, engine, megatron, sharding, sub_samples
 from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS: list[Mutant] = [
@@ -11,4 +11,5 @@ MUTANTS: list[Mutant] = [
     *communication.MUTANTS,
     *engine.MUTANTS,
     *megatron.MUTANTS,
+    *sub_samples.MUTANTS,
 ]

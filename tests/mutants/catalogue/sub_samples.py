@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants: sub-samples on their own numbers of ranks, and the fillers that follow them."""
+
+from tests.mutants.catalogue.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "filled-to-all-ranks",
+        "fillers fill a block to its own longest list",
+        "planner/sub_samples.py",
+        "*map(len, ranks))",
+        "*map(len, group))",
+        (
+            "tests/planner/test_sub_samples.py::"
+            "test_each_block_is_filled_to_its_longest_list_and_to_no_more"
+        ),
+    ),
+    Mutant(
+        "no-sub-sample-at-the-end",
+        "each rank has a sub-sample in the last group, after which it reduces",
+        "planner/sub_samples.py",
+        "least = 1 if len(filled) == len(routes) - 1 else 0",
+        "least = 0",
+        (
+            "tests/planner/test_sub_samples.py::"
+            "test_each_block_is_filled_to_its_longest_list_and_to_no_more"
+        ),
+    ),
+    Mutant(
+        "fillers-of-one-number",
+        "each filler has a number of its own",
+        "planner/sub_samples.py",
+        "fillers = count(-1, -1)",
+        "fillers = iter(lambda: -1, None)",
+        (
+            "tests/planner/test_sub_samples.py::"
+            "test_each_block_is_filled_to_its_longest_list_and_to_no_more"
+        ),
+    ),
+    Mutant(
+        "fillers-first",
+        "fillers follow a rank's own sub-samples",
+        "planner/sub_samples.py",
+        "[*mine, *islice(fillers, longest - len(mine))]",
+        "[*islice(fillers, longest - len(mine)), *mine]",
+        (
+            "tests/planner/test_sub_samples.py::"
+            "test_each_block_is_filled_to_its_longest_list_and_to_no_more"
+        ),
+    ),
+    Mutant(
+        "long-fillers",
+        "the planner counts a filler as one token",
+        "planner/sub_samples.py",
+        "self.lengths[number] if number >= 0 else 1",
+        "self.lengths[number]",
+        (
+            "tests/planner/test_sub_samples.py::"
+            "test_a_step_counts_fillers_and_the_longest_list_and_waits_where_ranks_wait"
+        ),
+    ),
+    Mutant(
+        "blocks-of-those-that-gather",
+        "ranks that reduce together run equally many sub-samples",
+        "mcore/patches/sub_samples.py",
+        "max(settings.sizes.param, settings.sizes.grad)",
+        "settings.sizes.param",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_the_rank_gets_the_fillers_of_its_own_list_each_with_fields_of_its_own"
+        ),
+    ),
+    Mutant(
+        "uneven-experts",
+        "all ranks that exchange tokens run equally many sub-samples",
+        "mcore/patches/sub_samples.py",
+        "if run.num_experts:",
+        "if False:",
+        "tests/mcore/patches/test_sub_samples.py::test_with_experts_all_ranks_get_equally_many",
+    ),
+    Mutant(
+        "shared-sub-samples",
+        "a rerun gets sub-samples that no script has written to",
+        "mcore/patches/sub_samples.py",
+        "dict(samples.get(number, filler))",
+        "samples.get(number, filler)",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_the_rank_gets_the_fillers_of_its_own_list_each_with_fields_of_its_own"
+        ),
+    ),
+    Mutant(
+        "fillers-with-a-loss",
+        "a filler adds no loss",
+        "mcore/patches/sub_samples.py",
+        'return filler | {"loss_mask": filler["loss_mask"] * 0}',
+        "return filler",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_the_rank_gets_the_fillers_of_its_own_list_each_with_fields_of_its_own"
+        ),
+    ),
+    Mutant(
+        "fillers-too-short-to-split",
+        "ranks of sequence parallelism have a token of a filler each",
+        "mcore/patches/sub_samples.py",
+        "run.tensor_model_parallel_size if run.sequence_parallel else 1",
+        "1",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_a_filler_is_split_over_the_ranks_of_sequence_parallelism"
+        ),
+    ),
+    Mutant(
+        "fillers-evaluated",
+        "fillers do not count in the mean of an evaluation",
+        "mcore/patches/sub_samples.py",
+        "if _counts(report)]",
+        "if True]",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_reports_of_fillers_are_left_out_of_an_evaluation"
+        ),
+    ),
+    Mutant(
+        "two-rerun-iterators",
+        "the rerun machine replays one iterator",
+        "mcore/patches/sub_samples.py",
+        'getattr(data_iterator, "iterable", data_iterator)',
+        "data_iterator",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_megatrons_rerun_mode_sees_one_iterator_which_reads_from_that_of_the_data"
+        ),
+    ),
+    Mutant(
+        "routed-twice",
+        "the sub-samples of training are routed once",
+        "mcore/patches/sub_samples.py",
+        "if not isinstance(routed, _Routed):",
+        "if True:",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_megatrons_own_schedule_takes_the_iterator_of_training_as_routed"
+        ),
+    ),
+    Mutant(
+        "positions-of-all-ranks",
+        "rotary positions follow the ranks of a sub-sample",
+        "mcore/patches/sub_samples.py",
+        "packed.cp_group or _ALONE",
+        "groups.cp",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_rotary_positions_follow_the_ranks_of_the_sub_sample"
+        ),
+    ),
+]
