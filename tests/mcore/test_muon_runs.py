@@ -112,7 +112,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name, steps", [(FAST, 4), *(slow_unless(False, name, 10) for name in CASES)]
+    "name, steps", [(FAST, 3), *(slow_unless(False, name, 10) for name in CASES)]
 )
 def test_a_run_is_that_of_stock_muon_on_as_many_ranks(name, steps):
     assert_equal_runs(on_ranks(compare, 4, CASES[name], steps, timeout_s=1800)[0])

@@ -28,12 +28,12 @@ def run_with_nothing_on_the_last_rank() -> int:
 
     with mock.patch.object(ShardedParameters, "_add", add_unless_last):
         return len(
-            run_pretrain(gpt_args("--train-iters", "2", *FP16, *size_flags((2, 2, 4)))).steps
+            run_pretrain(gpt_args("--train-iters", "2", *FP16, *size_flags((2, 1, 2)))).steps
         )
 
 
 def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_others():
-    assert on_ranks(run_with_nothing_on_the_last_rank, 4) == [2] * 4
+    assert on_ranks(run_with_nothing_on_the_last_rank, 2) == [2] * 2
 
 
 def run_with_a_bad_gradient() -> None:
@@ -49,10 +49,10 @@ def run_with_a_bad_gradient() -> None:
 
     with mock.patch.object(reductions, "take_grads", poisoned):
         argv = gpt_args("--train-iters", "2", "--rerun-mode", "disabled")
-        run_pretrain([*argv, *size_flags((4, 4, 4))])
+        run_pretrain([*argv, *size_flags((2, 2, 2))])
 
 
 @pytest.mark.skipif(is_torchrun(), reason="the fault would end the ranks that pytest runs on")
 def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights():
     with pytest.raises(RankFailure, match="found NaN in the gradient shard of unit"):
-        run_ranks(run_with_a_bad_gradient, 4)
+        run_ranks(run_with_a_bad_gradient, 2)

@@ -13,7 +13,12 @@ from tests.support.parity import size_flags
 from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 
-STEPS = ("--train-iters", "3")  # two steps like the others, after the one that records the order
+STEPS = (
+    "--train-iters",
+    "3",
+    "--global-batch-size",
+    "4",
+)  # two steps like the others, after the one that records the order
 WIDE = ("--hidden-size", "128", "--vocab-size", "1023")  # so that padding is a small part
 MUON = ("--optimizer", "muon")
 BF16_GRADS = (*BF16, "--main-grads-dtype", "bf16")

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dist_cp
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.parity import Sizes, size_flags
 
-SAVED_AT, NUM_STEPS = 3, 6
+SAVED_AT, NUM_STEPS = 2, 4
 # fmt: off
 RESHARDABLE = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
                "--dist-ckpt-optim-fully-reshardable"]
@@ -30,7 +30,7 @@ class Job:
 
     def argv(self, *more: str) -> list[str]:
         ours = [] if self.sizes is None else size_flags(self.sizes)
-        return gpt_args(*self.flags, *ours, *more)
+        return gpt_args("--train-iters", str(NUM_STEPS), *self.flags, *ours, *more)
 
     def train_and_save(self, directory: Path) -> RunRecord:
         """All steps, a checkpoint in the middle."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardSizes, shard
+from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 
 
@@ -52,7 +53,10 @@ def count_threads(train, sizes: ShardSizes) -> list[int]:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted on Linux")
 @pytest.mark.parametrize(
     "train, sizes",
-    [(train_with_shard, ShardSizes(2, 2, 2)), (train_in_megatron, ShardSizes(2, 2, 2))],
+    [
+        (train_with_shard, ShardSizes(2, 2, 2)),
+        slow_unless(False, train_in_megatron, ShardSizes(2, 2, 2)),
+    ],
 )
 def test_the_communicators_of_a_closed_run_are_gone_when_torch_destroys_its_groups(train, sizes):
     for first, second in on_ranks(count_threads, 2, train, sizes):
