@@ -11,7 +11,7 @@ from tests.support.world import on_ranks
 
 # Megatron's local attention refuses context parallelism; both sides take PASA.
 CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention", "--clip-grad", "0.5")
-STEPS = 4
+STEPS = 6
 
 
 LOSS_PER_TOKEN = ("--calculate-per-token-loss", "--data-parallel-random-init")
