@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -121,11 +120,10 @@ def default_sizes(num_ranks: int) -> ShardSizes:
     return ShardSizes(node, node, num_ranks).with_short_axes(node)
 
 
-def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
+def checked_units(model: nn.Module, units: Any, param_dtype: Any) -> list[nn.Module]:
     """Return the modules of `units`, or the default ones; check that they can be units."""
-    raise_first(_faults_of_kinds(model, units))
-    listed = list(default_units(model) if units is None else units)
-    raise_first(chain(_faults_of_units(model, listed), faults_of_sharded(model)))
+    listed: list[nn.Module] = []  # filled by the check, for an iterator of units runs once
+    raise_first(_faults_of_model(model, units, param_dtype, listed))
     refuse_params(model, allows_meta=True)
     if not any(param.is_meta for param in model.parameters()):
         refuse_shared_memory(model)
@@ -133,11 +131,15 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
     return list(dict.fromkeys(listed))
 
 
-def _faults_of_kinds(model: Any, units: Any) -> Iterator[str]:
+def _faults_of_model(model: Any, units: Any, param_dtype: Any, listed: list[Any]) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"model is a {type(model).__name__}; it is to be an nn.Module"
     if isinstance(units, nn.Module) and not isinstance(units, Iterable):
         yield f"units is one {type(units).__name__}; hand over a list, as units=model.layers"
+    listed.extend(default_units(model) if units is None else units)
+    yield from _faults_of_units(model, listed)
+    yield from faults_of_sharded(model)
+    yield from _faults_of_casts(model) if param_dtype is not None else ()
 
 
 def _faults_of_units(model: nn.Module, units: Iterable[Any]) -> Iterator[str]:
@@ -256,8 +258,6 @@ def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
 def check_model(model: nn.Module, units: Iterable[nn.Module], call: ShardCall) -> None:
     """Refuse models and calls that differ between ranks. Collective."""
     is_meta = any(param.is_meta for param in model.parameters())
-    if call.param_dtype is not None:
-        raise_first(_faults_of_casts(model))
     device = call.device if is_meta else next(model.parameters()).device
     paths = {module: path for path, module in model.named_modules()}
     found = {"sizes": text_of(call.topology.sizes), "param_dtype": text_of(call.param_dtype)}

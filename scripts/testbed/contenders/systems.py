@@ -198,7 +198,7 @@ def new_runtime(
     schedule: ScheduleConfig,
 ) -> HZPRuntime:
     """The engine around `model` without an optimizer. group: None for all ranks."""
-    units = checked_units(model, units)
+    units = checked_units(model, units, None)
     call = checked_call(sizes, torch.optim.SGD, group, schedule)
     check_model(model, units, call)
     return runtime_of(model, units, call)[0]
