@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher as a user meets it: processes, exit statuses, and what they print."""
 
+import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -22,7 +24,7 @@ _ROOT = Path(__file__).parents[1]
 _OWN_SCRIPT = _ROOT / "scripts" / "train" / "pretrain_gpt.py"
 _LEGACY_SCRIPT = _ROOT / "tests" / "support" / "legacy_pretrain.py"
 
-# A checkout of Megatron-LM core_v0.19.0 whose scripts are run unmodified; no copy is kept here.
+# A checkout of core_v0.19.0 or 0.20 whose scripts are run unmodified; no copy is kept here.
 _CHECKOUT = os.environ.get("MEGATRON_LM")
 
 TOY = (
@@ -78,7 +80,7 @@ def _unmodified(name: str, line: str):
     mark = pytest.mark.skipif(
         not _CHECKOUT,
         reason=f"to train with Megatron's own {name}, set MEGATRON_LM=/path/to/Megatron-LM "
-        "(a checkout of core_v0.19.0)",
+        "(a checkout of core_v0.19.0 or 0.20)",
     )
     return pytest.param(Path(_CHECKOUT or "", name), line, id=Path(name).stem, marks=mark)
 
@@ -219,6 +221,66 @@ def test_a_script_trains_with_use_asynchzp_as_it_does_without(tmp_path, script, 
     assert _losses(sharded) == _losses(stock)
     output = [text for text in sharded[0].own_lines if "use_distributed_optimizer = False" in text]
     assert len(output) == 1
+
+
+# In place of --mock-data: conversations, whose lengths Megatron's data set does not pad.
+_CHATS = "--sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity"
+_CHATS += " --no-create-attention-mask-in-dataloader --split 80,20,0 --position-embedding-type rope"
+_CHATS += " --seq-length 64 --max-position-embeddings 64 --global-batch-size 8"
+_CHATS += " --hidden-dropout 0 --attention-dropout 0 --calculate-per-token-loss"
+_CHATS += " --use-pasa-attention --dataloader-type single --asynchzp-device cpu"
+
+
+def _write_chats(folder: Path) -> str:
+    """Packed conversations of 5 to 64 tokens, their tokenizer, and the flags that name both."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
+    words = [*special.values(), *(f"w{number}" for number in range(60))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    made.save_pretrained(folder / "tokenizer")
+    chance = random.Random(5)
+
+    def messages(length: int) -> Iterator[dict[str, str]]:
+        for role, count in (("system", 2), ("user", 2), ("assistant", length - 4)):
+            content = "".join(f"{chance.choice(words[3:])} " for _ in range(count))
+            yield {"role": role, "content": content}
+
+    with open(folder / "chats.jsonl", "w") as file:
+        for _ in range(40):
+            left, packed = 64, []
+            while left:
+                length = chance.choice([5, 6, 7, 15, 16, 33])
+                length = length if left - length > 4 else left
+                packed += messages(length)
+                left -= length
+            file.write(json.dumps({"messages": packed}) + "\n")
+    places = {
+        "tokenizer-model": "tokenizer",
+        "data-path": "chats.jsonl",
+        "data-cache-path": "cache",
+    }
+    return " ".join(f"--{flag} {folder / name}" for flag, name in places.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, line",
+    [_unmodified("pretrain_gpt.py", TOY), _unmodified("pretrain_hybrid.py", _HYBRID)],
+)
+def test_megatrons_own_script_trains_on_the_sub_samples_of_its_own_data_set(tmp_path, script, line):
+    pytest.importorskip("datasets")
+    line = f"{line.replace('--split 90,5,5 --mock-data', _CHATS)} {_write_chats(tmp_path)}"
+    packed = _losses(launch(tmp_path, script, line))
+    routed = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16"
+    routed += " --use-asynchzp --asynchzp-param-shard-size 1 --asynchzp-grad-shard-size 2"
+    found = _losses(launch(tmp_path, script, f"{line} {routed}", world_size=4))
+    for (loss, norm), (expected, expected_norm) in zip(found, packed, strict=True):
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6) and norm == expected_norm
 
 
 _TAGS = {

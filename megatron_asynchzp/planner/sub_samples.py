@@ -36,18 +36,12 @@ def evened(routes: Routes, block: int) -> list[list[list[int]]]:
 
 @dataclass(frozen=True)
 class RoutedStep:
-    """A step whose sub-samples go along `routes`.
-
-    Args:
-        lengths: The tokens of each sub-sample, by number.
-        block: The ranks that gather or reduce together, consecutive.
-        micro_batch_s: Returns the seconds of a micro-batch of so many tokens on so many ranks.
-    """
+    """A step whose sub-samples go along `routes`."""
 
     routes: Routes
-    lengths: Sequence[int]
-    block: int
-    micro_batch_s: Callable[[int, int], float]
+    lengths: Sequence[int]  # tokens, by the number of a sub-sample
+    block: int  # so many consecutive ranks gather or reduce together
+    micro_batch_s: Callable[[int, int], float]  # seconds, by tokens and ranks
 
     @cached_property
     def _filled(self) -> list[list[list[int]]]:
@@ -66,13 +60,11 @@ class RoutedStep:
 
     @property
     def step_s(self) -> float:
-        """The seconds of all micro-batches.
-
-        A block waits for its slowest rank in each of them, all ranks for each other after a group.
-        """
+        """The seconds of all micro-batches; after a group all ranks wait for each other."""
         return sum(max(self._block_s(group)) for group in self._filled)
 
     def _block_s(self, group: Sequence[Sequence[int]]) -> Iterator[float]:
+        """Yield the seconds of each block, which waits for its slowest rank in each micro-batch."""
         seconds = {
             number: self.micro_batch_s(self.lengths[number] if number >= 0 else 1, num_ranks)
             for number, num_ranks in Counter(chain.from_iterable(group)).items()

@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39724,
-    "docstring words": 35797,
-    "docstring lines": 3311,
+    "lines": 39723,
+    "docstring words": 35757,
+    "docstring lines": 3303,
     "raise ConfigurationError": 252,
     "context variables": 3,
     "assignments of __class__": 9,

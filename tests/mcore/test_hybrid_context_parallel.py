@@ -23,7 +23,8 @@ from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from scripts.testbed.tiny_gpt import LineDataset
 from tests.support.world import on_ranks
 
-SEQ_LENGTH, UNIT = 64, 8  # Megatron cuts a sub-sample into twice as many parts as it has ranks
+SEQ_LENGTH = 64
+_UNITS = 8, 7  # what lengths are multiples of: the parts of a sub-sample on 4 ranks, or none
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 HYBRID = ("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "16")
 # fmt: off
@@ -40,14 +41,15 @@ class PackedDataset(LineDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample, chance = super().__getitem__(index), random.Random(index * 31 + self._seed)
-        ends = [0]
+        ends, unit = [0], _UNITS[index % 2]
         while ends[-1] < SEQ_LENGTH:
-            most = (SEQ_LENGTH - ends[-1]) // UNIT
-            ends.append(ends[-1] + UNIT * chance.choice([1, 1, most, chance.randint(1, most)]))
+            most = -(-(SEQ_LENGTH - ends[-1]) // unit)
+            end = ends[-1] + unit * chance.choice([1, 1, most, chance.randint(1, most)])
+            ends.append(min(end, SEQ_LENGTH))
         starts = torch.zeros(SEQ_LENGTH, dtype=torch.int64)
         for first, last in zip(ends, ends[1:], strict=False):
             starts[first:last] = first
-        ends += [SEQ_LENGTH] * (SEQ_LENGTH // UNIT + 1 - len(ends))
+        ends += [SEQ_LENGTH] * (SEQ_LENGTH // min(_UNITS) + 2 - len(ends))
         sample["position_ids"] = sample["position_ids"] - starts
         sample["loss_mask"] = (torch.arange(SEQ_LENGTH) % 5 > index % 3).float()
         return sample | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)}

@@ -6,9 +6,11 @@ Without our flag each replacement calls the original with the same arguments.
 """
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 from megatron_asynchzp.mcore.patches.patch import replaces
@@ -70,10 +72,7 @@ def run_samples(original: Callable, *args: Any, **options: Any) -> tuple:
 
 
 def _with_fillers(routed: Any, run: Any) -> Iterator[tuple[dict, Routes]]:
-    """Yield what `routed` gives for a step, with a filler for each number below 0.
-
-    Megatron and the script write to the sub-samples, which a rerun gets once more.
-    """
+    """Yield copies of the sub-samples of a step, which a rerun gets again, and fillers."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -84,16 +83,25 @@ def _with_fillers(routed: Any, run: Any) -> Iterator[tuple[dict, Routes]]:
         block = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     samples, routes = next(routed)
     filled = evened(routes, block)
-    filler = filler_of(samples, run.tensor_model_parallel_size if run.sequence_parallel else 1)
-    own = {number for group in filled for number in group[rank]}
-    yield {number: dict(samples.get(number, filler)) for number in own}, filled
+    num_ranks = Counter(chain.from_iterable(chain.from_iterable(filled)))
+    filler = {name: values[:1] for name, values in next(iter(samples.values())).items()}
+    filler["loss_mask"] = filler["loss_mask"] * 0
+    split = run.tensor_model_parallel_size if run.sequence_parallel else 1
+    given = {}
+    for number in chain.from_iterable(group[rank] for group in filled):
+        parts = 2 * num_ranks[number] if num_ranks[number] > 1 else 1
+        given[number] = _padded(samples.get(number, filler), split * parts)
+    yield given, filled
 
 
-def filler_of(samples: Mapping[int, Mapping[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """Return a sub-sample of the first tokens of another one, without a loss."""
-    longest = max(samples.values(), key=lambda sample: len(sample["tokens"]))
-    filler = {name: values[:num_tokens] for name, values in longest.items()}
-    return filler | {"loss_mask": filler["loss_mask"] * 0}
+def _padded(sample: Mapping[str, Any], multiple: int) -> dict[str, Any]:
+    """Repeat the last token without a loss, because Megatron cuts a sub-sample into equal parts."""
+    import torch
+
+    rest = -len(sample["tokens"]) % multiple
+    longer = {name: torch.cat([v, v[-1:].expand(rest)]) for name, v in sample.items()}
+    longer["loss_mask"][len(sample["tokens"]) :] = 0
+    return longer
 
 
 def _counts(report: Any) -> bool:

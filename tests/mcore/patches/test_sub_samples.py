@@ -40,7 +40,9 @@ def _given(run: Namespace, routes: list) -> tuple[dict, list]:
     samples = {number: _sample(6 + number) for group in routes for number in group[2]}
     given, filled = next(sub_samples._with_fillers(iter([(samples, routes)]), run))
     for number, sample in samples.items():
-        assert given[number] == sample and given[number] is not sample
+        assert given[number] is not sample
+        for name, values in sample.items():
+            assert given[number][name][: len(values)].tolist() == values.tolist()
     return {number: sample for number, sample in given.items() if number not in samples}, filled
 
 
@@ -62,7 +64,19 @@ def test_the_rank_gets_the_fillers_of_its_own_list_each_with_fields_of_its_own(r
 def test_a_filler_is_split_over_the_ranks_of_sequence_parallelism(rank_two):
     rank_two.sequence_parallel = True
     (filler,) = _given(rank_two, [[[0], [0], [1], [2, 3]]])[0].values()
-    assert filler["tokens"].tolist() == [1, 2]
+    assert filler["tokens"].tolist() == [1, 1] and not filler["loss_mask"].any()
+
+
+@pytest.mark.parametrize("is_split, more", [(False, 2), (True, 6)])
+def test_a_sub_sample_of_two_ranks_grows_to_equal_parts_without_a_loss(rank_two, is_split, more):
+    """Each rank has two parts, which ranks of sequence parallelism split once more."""
+    rank_two.sequence_parallel = is_split
+    routed = iter([({2: _sample(10)}, [[[1], [1], [2], [2]]])])
+    sample = next(sub_samples._with_fillers(routed, rank_two))[0][2]
+    tokens = [*range(1, 11), *[10] * more]
+    assert sample["tokens"].tolist() == tokens
+    assert sample["own"].tolist() == [-token for token in tokens]
+    assert sample["loss_mask"].tolist() == [1.0] * 10 + [0.0] * more
 
 
 def test_with_experts_all_ranks_get_equally_many(rank_two):

@@ -83,19 +83,41 @@ MUTANTS = [
         "shared-sub-samples",
         "a rerun gets sub-samples that no script has written to",
         "mcore/patches/sub_samples.py",
-        "dict(samples.get(number, filler))",
-        "samples.get(number, filler)",
+        "    longer = {name",
+        "    if not rest:\n        return sample\n    longer = {name",
         (
             "tests/mcore/patches/test_sub_samples.py::"
             "test_the_rank_gets_the_fillers_of_its_own_list_each_with_fields_of_its_own"
         ),
     ),
     Mutant(
+        "uneven-parts",
+        "the ranks of a sub-sample have equal parts of it",
+        "mcore/patches/sub_samples.py",
+        "2 * num_ranks[number] if num_ranks[number] > 1 else 1",
+        "1",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_a_sub_sample_of_two_ranks_grows_to_equal_parts_without_a_loss"
+        ),
+    ),
+    Mutant(
+        "padding-with-a-loss",
+        "what makes parts equal adds no loss",
+        "mcore/patches/sub_samples.py",
+        'longer["loss_mask"][len(sample["tokens"]) :] = 0',
+        "pass",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_a_sub_sample_of_two_ranks_grows_to_equal_parts_without_a_loss"
+        ),
+    ),
+    Mutant(
         "fillers-with-a-loss",
         "a filler adds no loss",
         "mcore/patches/sub_samples.py",
-        'return filler | {"loss_mask": filler["loss_mask"] * 0}',
-        "return filler",
+        'filler["loss_mask"] = filler["loss_mask"] * 0',
+        "pass",
         (
             "tests/mcore/patches/test_sub_samples.py::"
             "test_the_rank_gets_the_fillers_of_its_own_list_each_with_fields_of_its_own"
@@ -105,8 +127,8 @@ MUTANTS = [
         "fillers-too-short-to-split",
         "ranks of sequence parallelism have a token of a filler each",
         "mcore/patches/sub_samples.py",
-        "run.tensor_model_parallel_size if run.sequence_parallel else 1",
-        "1",
+        "split * parts)",
+        "parts)",
         (
             "tests/mcore/patches/test_sub_samples.py::"
             "test_a_filler_is_split_over_the_ranks_of_sequence_parallelism"
