@@ -12,10 +12,9 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.engine.comm.collectives import AxisGroup, all_gather_flat
+from megatron_asynchzp.engine.comm.collectives import all_gather_flat
 from megatron_asynchzp.engine.comm.registered import RegisteredMemory
-from megatron_asynchzp.engine.schedule import ScheduleConfig
-from megatron_asynchzp.engine.sharding.topology import MeshAxis
+from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.planner.cluster import GB, Cluster, Link, Ring
 
 _MATRIX, _CPU_MATRIX = 8192, 512
@@ -110,11 +109,11 @@ def calibrate(
     memory = torch.empty(numel, dtype=torch.uint8, device=device)
     if per_node > 1:
         nodes = [range(node * per_node, (node + 1) * per_node) for node in range(cluster.nodes)]
-        ranks, group = nodes[rank // per_node], _group_of(rank, nodes)
-        axis = AxisGroup(MeshAxis(per_node, 1, rank % per_node, ranks), group, tuple(ranks))
-        domain = ScheduleConfig(registers_memory=per_node if registers else 0)
-        registered = RegisteredMemory([axis], domain, device)
-        times = _gather_times(group, sizes, registered.new(numel), clock)
+        group = _group_of(rank, nodes)
+        registered = RegisteredMemory(device_of(memory), per_node if registers else 0)
+        new_registered = registered.allocator([group])
+        full = new_registered(numel) if new_registered else memory
+        times = _gather_times(group, sizes, full, clock)
         registered.deregister(60.0)
         ring = Ring.of_axis(per_node, 1, per_node)
         cluster = replace(cluster, inside=measured_link(cluster.inside, ring, times))

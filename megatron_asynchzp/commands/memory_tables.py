@@ -13,7 +13,6 @@ from megatron_asynchzp.mcore.flags.arguments import schedule_of
 from megatron_asynchzp.planner.memory import Memory
 
 GIB = 2**30
-_SEGMENT = 2**21  # torch's allocator and NCCL's round up to it
 
 
 def describe_run(run: DryRun) -> str:
@@ -107,8 +106,8 @@ def registered_line(run: DryRun) -> str:
     if not (domain := run.args.use_asynchzp and schedule_of(run.args).registers_memory):
         return ""
     arenas = ("gathered parameters", "gradients to reduce", "kept parameters")
-    regions = [run.fullest.memory.in_flight.get(kind, 0) for kind in arenas]
-    segments = " + ".join(_amount(ceil(n / _SEGMENT) * _SEGMENT) for n in regions if n)
+    regions = [run.fullest.memory.in_flight.get(kind) for kind in arenas]
+    segments = " + ".join(_amount(nbytes) for nbytes in regions if nbytes)
     return (
         f"registered with NCCL, for groups within {domain} ranks: segments of {segments}; each "
         "communicator reserves its ranks x a GPU's memory, rounded up to 4 GiB, of virtual "

@@ -121,18 +121,18 @@ class StreamDevice:
 
     def __init__(self, module: ModuleType, device: torch.device):
         self._module = module
-        self._device = device
+        self.torch_device = device
 
     def new_stream(self) -> Any:
         # High: a collective that waits for the device would hold up the peers that wait for it.
         # Of no effect on an NPU: torch_npu makes every stream with priority 0.
-        return self._module.Stream(device=self._device, priority=-1)
+        return self._module.Stream(device=self.torch_device, priority=-1)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return self._module.stream(stream)
 
     def on_default_stream(self) -> AbstractContextManager[Any]:
-        return self._module.stream(self._module.default_stream(self._device))
+        return self._module.stream(self._module.default_stream(self.torch_device))
 
     def record_event(self) -> Any:
         event = self._module.Event()
@@ -142,7 +142,7 @@ class StreamDevice:
     def wait_event(self, event: Any) -> None:
         # Not `query` first: it holds the interpreter, and a wait for what has happened is free.
         if event is not None:
-            self._module.current_stream(self._device).wait_event(event)
+            self._module.current_stream(self.torch_device).wait_event(event)
 
     def wait_work(
         self, work: dist.Work, limit_s: float, is_over: Callable[[], bool] = lambda: False
@@ -174,7 +174,7 @@ class StreamDevice:
         """Allocate 1-D uint8 memory of `allocator` in a pool of its own, and return both."""
         pool = self._module.MemPool(allocator)
         with self._module.use_mem_pool(pool):
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         if (num_segments := len(pool.snapshot())) != 1:
             raise RuntimeError(f"a pool with one allocation has {num_segments} segments")
         return pool, memory
@@ -187,11 +187,11 @@ class StreamDevice:
 
     def left_nbytes(self) -> int:
         # What torch's allocator has reserved is not free: it is what the steps so far needed.
-        free, total = self._module.mem_get_info(self._device)
+        free, total = self._module.mem_get_info(self.torch_device)
         return max(0, free - int(STAYS_FREE * total))
 
     def bind_thread(self) -> None:
-        self._module.set_device(self._device)
+        self._module.set_device(self.torch_device)
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)

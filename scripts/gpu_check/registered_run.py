@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
 from megatron_asynchzp.engine.comm.registered import RegisteredMemory
+from megatron_asynchzp.engine.device import device_of
 from scripts.gpu_check.toy import ToyShape, batch_of, loss_of, new_model
 from scripts.testbed.log_lines import log_lines
 
@@ -70,28 +71,25 @@ def train(domain: int, shape: ToyShape, device: torch.device) -> dict[str, Any]:
     }
 
 
-class _Axis:
-    def __init__(self) -> None:
-        self.ranks = tuple(range(dist.get_world_size()))
-        self.group: Any = dist.new_group([*self.ranks])
-
-
 def replays(device: torch.device) -> bool:
     """Return whether a captured all-gather into a window brings the values of each replay."""
-    axis: Any = _Axis()
-    schedule = ScheduleConfig(registers_memory=dist.get_world_size())
-    registered = RegisteredMemory([axis], schedule, device)
-    full = registered.new(len(axis.ranks) << 20).view(torch.float32)
-    own = torch.zeros(full.numel() // len(axis.ranks), device=device)
+    ranks = [*range(dist.get_world_size())]
+    group: Any = dist.new_group(ranks)
+    own = torch.zeros(1 << 18, device=device)
+    registered = RegisteredMemory(device_of(own), len(ranks))
+    new_registered = registered.allocator([group])
+    if new_registered is None:
+        return False
+    full = new_registered(len(ranks) << 20).view(torch.float32)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dist.all_gather_into_tensor(full, own, group=axis.group)
+        dist.all_gather_into_tensor(full, own, group=group)
     are_right = []
     for turn in range(3):
         own.fill_(10.0 * turn + dist.get_rank())
         graph.replay()
-        seen = full.view(len(axis.ranks), -1)[:, 0].tolist()
-        are_right.append(seen == [10.0 * turn + rank for rank in axis.ranks])
+        seen = full.view(len(ranks), -1)[:, 0].tolist()
+        are_right.append(seen == [10.0 * turn + rank for rank in ranks])
     del graph
     registered.deregister(60.0)
     return all(are_right)

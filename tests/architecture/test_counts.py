@@ -8,8 +8,8 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39723,
-    "docstring words": 35757,
+    "lines": 39694,
+    "docstring words": 35755,
     "docstring lines": 3303,
     "raise ConfigurationError": 252,
     "context variables": 3,

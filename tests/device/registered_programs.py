@@ -4,13 +4,16 @@
 
 import ctypes
 import os
+import signal
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.engine.device import device_of
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.log_lines import log_lines
 from tests.device import programs
@@ -107,28 +110,24 @@ def train_and_sleep(sizes: tuple[int, ...], domain: int, num_turns: int) -> Slep
 # ---- a region by itself
 
 
-class _Axis(NamedTuple):
-    group: Any
-    ranks: tuple[int, ...]
-
-
-def new_registered(domain: int = DOMAIN, **more: Any) -> Any:
-    """Registered memory of a new group of all ranks."""
+def new_registered(domain: int = DOMAIN, is_symmetric: bool = True, backend: Any = None) -> Any:
+    """Registered memory, a new group of all ranks, and a tensor that it registers if it can."""
     from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 
-    ranks = tuple(range(dist.get_world_size()))
-    axis: Any = _Axis(dist.new_group([*ranks], group_desc="ALL"), ranks)
-    schedule = ScheduleConfig(registers_memory=domain, **more)
-    return RegisteredMemory([axis], schedule, device_of_rank()), axis.group
+    device = device_of_rank()
+    group: Any = dist.new_group(None, backend=backend, group_desc="ALL")
+    registered = RegisteredMemory(device_of(torch.empty(0, device=device)), domain, is_symmetric)
+    for _ in range(2):  # as two chunks of a model ask
+        new_registered = registered.allocator([group, group])
+    return registered, group, new_registered and new_registered(1 << 20)
 
 
 def deregister_what_a_collective_uses() -> int:
     """The device has not begun the collective, whose end the current stream waits for."""
     from scripts.testbed.device import inside
 
-    registered, group = new_registered()
-    memory = registered.new(1 << 20).view(torch.float32)
-    dist.all_reduce(memory, group=group)
+    registered, group, memory = new_registered()
+    dist.all_reduce(memory.view(torch.float32), group=group)
     registered.deregister(60.0)
     return inside.num_registered()
 
@@ -138,8 +137,7 @@ def kinds_of_registration(domain: int, has_windows: bool) -> tuple[int, int, lis
     from scripts.testbed.device import inside
 
     with log_lines() as lines:
-        registered, _ = new_registered(domain, registers_windows=has_windows)
-    memory = registered.new(1 << 20)
+        registered, _, memory = new_registered(domain, has_windows)
     counts = inside.num_registered(), inside.num_registered(is_plain=True)
     registered.deregister(60.0)
     del memory
@@ -291,8 +289,12 @@ def message_of(kind: str) -> str:
     model = hide_weights(new_toy()) if kind == "views" else new_toy()
     if kind == "settings":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:native,expandable_segments:True"
+    if kind == "version":
+        torch.cuda.nccl.version = lambda: (2, 26, 5)
     schedule = ScheduleConfig(registers_memory=DOMAIN)
     try:
+        if kind == "backend":
+            new_registered(backend="gloo")
         sharded = shard(model, model.blocks, ShardSizes(2, 2, 2), new_adamw, schedule=schedule)
         if kind == "growth":
             sharded.runtime.gathers.arena.extend(1 << 20)
@@ -304,13 +306,13 @@ def message_of(kind: str) -> str:
 
 
 def close_after_a_failure() -> tuple[str, int]:
-    """What is raised by a close that cannot settle, and how many windows are left."""
+    """Return the error of a close after a failure, and how many windows are left."""
     from scripts.testbed.device import inside
 
     sharded = new_sharded(Case((2, 2, 2)), DOMAIN, torch.float32)
     sharded.zero_grad()
     toy_loss(sharded.model, toy_batch(0, 0, dist.get_rank()).to(device_of_rank())).backward()
-    sharded.runtime.host_states = _Failing()  # pyright: ignore[reportAttributeAccessIssue]
+    sharded.runtime.driver.fail(RuntimeError("it failed"))
     try:
         sharded.close()
     except RuntimeError as error:
@@ -318,24 +320,17 @@ def close_after_a_failure() -> tuple[str, int]:
     return "", -1
 
 
-class _Failing:
-    def settle(self) -> None:
-        raise RuntimeError("it failed")
-
-    def free(self) -> None: ...
-
-
 # ---- Megatron
 
 FLAG = "--use-nccl-ub"
 
 
-def _pretrain(line: list[str], uses_te: bool) -> Any:
+def _pretrain(line: list[str], uses_te: bool = False, prepare: Any = None) -> Any:
     from megatron_asynchzp.mcore.step.communication import Communication
     from scripts.testbed.megatron_runs import on_device, run_pretrain
 
     with on_device(uses_te=uses_te):
-        seen = run_pretrain(line).losses_and_norms
+        seen = run_pretrain(line, prepare=prepare).losses_and_norms
     Communication.close_all()
     return seen
 
@@ -347,15 +342,27 @@ def pretrain_with_and_without(line: list[str], law: Delays, uses_te: bool = Fals
     inside.set_delays(law, dist.get_rank(), dist.get_world_size())
     plain = _pretrain(line, uses_te)
     inside.in_windows()
-    registered = _pretrain([*line, FLAG], uses_te)
+    with log_lines() as lines:
+        registered = _pretrain([*line, FLAG], uses_te)
+    asked = [line for line in lines if "window" in line]
+    assert len(set(asked)) == len(asked)  # once for each group, with any number of chunks
     return plain, registered, inside.in_windows(), inside.num_registered()
 
 
-def saved_and_resumed(line: list[str], folder: str, law: Delays) -> list:
-    """Steps without registered memory; with it, saved after two; and gone on with from there."""
+def trained(line: list[str], law: Delays, last_forward: int = 0) -> Any:
+    """Return steps of a run; rank 1 is killed in the forward of that number."""
     from scripts.testbed.device import inside
+    from scripts.testbed.tiny_gpt import seed_parameters
+
+    forwards = count(1)
+
+    def end_process(*_: object) -> None:
+        if next(forwards) == last_forward and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def prepare(chunks: list) -> list:
+        chunks[0].register_forward_pre_hook(end_process)
+        return seed_parameters(chunks)
 
     inside.set_delays(law, dist.get_rank(), dist.get_world_size())
-    save = ["--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist", FLAG]
-    load = ["--load", folder, "--ckpt-step", "2", FLAG]
-    return [_pretrain([*line, *more], False) for more in ([], save, load)]
+    return _pretrain(line, prepare=prepare)

@@ -194,6 +194,7 @@ class Sleeper:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     values[key] = copy.value_of(value)
+        driver.registered.deregister(limit_s)
         for scheduler in schedulers:
             scheduler.fall_asleep(copy.value_of)
         forget_weights()

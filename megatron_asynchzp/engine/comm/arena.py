@@ -4,11 +4,12 @@
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_asynchzp.engine.comm.registered import RegisteredMemory
+from megatron_asynchzp.engine.comm.registered import Allocator
 from megatron_asynchzp.engine.sharding.memory_map import Extent, MemoryMap, overlap
 from megatron_asynchzp.errors import raise_first
 
@@ -69,10 +70,11 @@ class Arena(MemoryMap[Any]):
         nbytes: int,
         device: torch.device,
         record_event: Callable[[], Any],  # after all work issued on the current stream
-        registered: RegisteredMemory | None = None,  # takes the place of torch's allocator
+        new_registered: Allocator | None = None,  # takes the place of torch's
     ):
         self._device, self._record_event = device, record_event
-        self._registered = registered
+        self.is_registered = new_registered is not None
+        self._new = new_registered or partial(torch.empty, dtype=torch.uint8, device=device)
         self._memory: dict[Extent, torch.Tensor] = {}
         self._places: dict[tuple[int, Hashable], Place] = {}
         super().__init__(nbytes)
@@ -120,37 +122,22 @@ class Arena(MemoryMap[Any]):
         self._allocate(region)
         return region
 
-    @property
-    def is_registered(self) -> bool:
-        return self._registered is not None and bool(self._registered.backends)
-
     def extend(self, nbytes: int) -> Extent:
-        more = (
-            f"a step needs {nbytes / 2**20:.1f} MiB more in flight than it has registered with NCCL"
-        )
+        more = f"a step needs {nbytes / 2**20:.1f} MiB more in flight than are registered with NCCL"
         remedy = "Raise --asynchzp-prefetch-depth, or drop --use-nccl-ub (registers_memory)."
         raise_first([f"{more}. {remedy}"] if self.is_registered else [])
         return self.grow(nbytes)
 
     def _allocate(self, region: Extent) -> None:
-        nbytes = region[1] - region[0]
-        if self._registered is None:
-            self._memory[region] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        else:
-            self._memory[region] = self._registered.new(nbytes)
+        self._memory[region] = self._new(region[1] - region[0])
         # Work of the memory's previous owner may still run on the current stream.
         if (event := self._record_event()) is not None:
             self.note_last_user(region, event)
 
-    def free(self, limit_s: float) -> None:
+    def free(self) -> None:
         if self.num_held:
             raise RuntimeError(f"the arena cannot be freed while {self.num_held} places are held")
-        self.deregister(limit_s)
         self._memory, self._places = {}, {}
-
-    def deregister(self, limit_s: float) -> None:
-        if self._registered is not None:
-            self._registered.deregister(limit_s)
 
     def allocate(self) -> None:
         for region in self._regions:

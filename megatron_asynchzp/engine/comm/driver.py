@@ -21,10 +21,11 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.engine.comm.collectives import ranks_along
+from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.engine.failure.last_line import CollectiveFailure, exit_if_main_thread_stuck
@@ -40,6 +41,8 @@ from megatron_asynchzp.engine.failure.watchdog import Watchdog
 
 _OF_MICRO_BATCHES = ("gather ", "reduce ")
 
+# After a failure wait no longer: a call of the backend may never return, the device never be done.
+ABANDON_S = 5.0
 # `shorten` folds a record with more entries.
 _LONG_RECORD = 1000
 
@@ -148,6 +151,7 @@ class Driver:
         self.compared: dict[int, bool] = {}
         self._num_seen, self._seen_s = 0, time.monotonic()
         self._main_was_told = threading.Event()  # the main thread has raised the failure
+        self.registered = RegisteredMemory(self.device)  # of all arenas
         self.saves = SaveLog()  # for messages
         self._is_closed = threading.Event()
         # If the device runs ahead, the host waits for no collective: a thread checks the limit.
@@ -349,4 +353,6 @@ class Driver:
         self._watchdog.close()
         if self.roll_call is not None:
             self.roll_call.close()
+        with suppress(TimeoutError):  # memory that the device still uses stays registered
+            self.registered.deregister(ABANDON_S if self.has_failed() else self.limit_s)
         self.raise_failure()

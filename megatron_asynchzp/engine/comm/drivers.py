@@ -9,7 +9,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, override
 
-from megatron_asynchzp.engine.comm.driver import Driver, FailureContext, OnFailure
+from megatron_asynchzp.engine.comm.driver import ABANDON_S, Driver, FailureContext, OnFailure
+from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.comm.timeline import LANES, Timeline, profiler_range
 from megatron_asynchzp.engine.device import Device
@@ -119,8 +120,6 @@ class MainThreadDriver(Driver):
             super().close()
 
 
-# After a failure wait no longer for the threads: a call of the backend may never return.
-_ABANDON_S = 5.0
 # The main thread waits longer than the limit, because a lane's message is more exact.
 _MARGIN_S = 1.0
 
@@ -185,7 +184,7 @@ class ThreadDriver(Driver):
                 task.await_usable()
         except CollectiveFailure:
             pass
-        deadline = time.monotonic() + (_ABANDON_S if self.has_failed() else self.limit_s)
+        deadline = time.monotonic() + (ABANDON_S if self.has_failed() else self.limit_s)
         for tasks in self._queues.values():
             tasks.put(None)
         for thread in self._threads:
@@ -221,4 +220,6 @@ def start_driver(
         "main-thread": MainThreadDriver,
         "threaded": ThreadDriver,
     }[kind]
-    return new_driver(Timeline(device, config.timed_every), config.time_limit_s, on_failure)
+    driver = new_driver(Timeline(device, config.timed_every), config.time_limit_s, on_failure)
+    driver.registered = RegisteredMemory(device, config.registers_memory, config.registers_windows)
+    return driver

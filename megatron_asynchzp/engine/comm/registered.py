@@ -5,16 +5,14 @@
 import ctypes
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.engine.comm.collectives import AxisGroup
-from megatron_asynchzp.engine.device import device_of
-from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.topology import spans_nodes
 from megatron_asynchzp.errors import raise_first
 
@@ -25,10 +23,11 @@ _LINES = {
     False: "%s of ranks %d to %d: NCCL gave no window, it copies (NCCL_DEBUG=INFO says why)",
     None: "%s of ranks %d to %d: registered; whether NCCL gave a window is not known",
 }
+Allocator = Callable[[int], torch.Tensor]  # returns a 1-D uint8 tensor of so many bytes
 
 
 class RegisteredMemory:
-    """Allocates regions of an arena, each a window of every communicator within a domain.
+    """Allocates regions of a rank's arenas, each a window of its communicators within a domain.
 
     NCCL's symmetric kernels copy nothing and take few of the GPU's cores. They want a buffer at one
     offset of a window on all ranks, as places of an arena have (law 3). A region is the only
@@ -36,43 +35,50 @@ class RegisteredMemory:
     time of each rank's own, but registering is collective and has no time limit.
     """
 
-    def __init__(self, axes: Iterable[AxisGroup], schedule: ScheduleConfig, device: torch.device):
-        self._torch_device = device
-        self._device: Any = device_of(torch.empty(0, device=device))
-        self._is_symmetric = schedule.registers_windows
-        self.backends, self._pools = list[Any](), list[Any]()  # empty unless memory is registered
-        domain = schedule.registers_memory
-        inside = {a.group: a.ranks for a in axes if domain and not spans_nodes(a.ranks, domain)}
-        raise_first(_faults(inside, self._device))
-        for group, ranks in inside.items():  # in one order on all ranks
-            # NCCL makes a communicator in its first collective.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)  # pyright: ignore[reportUnknownMemberType]
-            backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-            is_given = _gives_window(backend) if self._is_symmetric else None
-            if dist.get_rank() == (ranks[0] if is_given is False else 0):
-                _logger.info(_LINES[is_given], group.group_desc, ranks[0], ranks[-1])
-            if is_given is not False:
-                self.backends.append(backend)
+    def __init__(self, device: Any, domain: int = 0, is_symmetric: bool = True):
+        self._device, self._domain, self._is_symmetric = device, domain, is_symmetric
+        self._backends: dict[dist.ProcessGroup, Any] = {}  # None: registers nothing
+        self._registered: list[tuple[Any, Any]] = []  # backends and pools
 
-    def new(self, nbytes: int) -> torch.Tensor:
-        """Allocate a 1-D uint8 tensor. Collective over the groups that register it, if any."""
-        if not self.backends:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
-        pool, memory = self._device.new_segment(nbytes, self.backends[0].mem_allocator)
-        for backend in self.backends:
+    def allocator(self, groups: Iterable[dist.ProcessGroup]) -> Allocator | None:
+        """Return what allocates windows of `groups`, if any has some. Collective, as its calls."""
+        in_order = dict.fromkeys(groups if self._domain else ())  # the same on all ranks
+        for group in in_order:
+            if group not in self._backends:
+                self._backends[group] = self._connect(group)
+        backends = [own for group in in_order if (own := self._backends[group]) is not None]
+        return partial(self._new, backends) if backends else None
+
+    def _connect(self, group: dist.ProcessGroup) -> Any:
+        """Return the backend of `group`, or None if it registers nothing."""
+        ranks = dist.get_process_group_ranks(group)
+        if spans_nodes(ranks, self._domain):
+            return None
+        raise_first(_faults(dist.get_backend(group), self._device))
+        device = self._device.torch_device
+        # NCCL makes a communicator in its first collective.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # pyright: ignore[reportUnknownMemberType]
+        backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+        is_given = _gives_window(backend) if self._is_symmetric else None
+        if dist.get_rank() == (ranks[0] if is_given is False else 0):
+            _logger.info(_LINES[is_given], group.group_desc, ranks[0], ranks[-1])
+        return None if is_given is False else backend
+
+    def _new(self, backends: list[Any], nbytes: int) -> torch.Tensor:
+        pool, memory = self._device.new_segment(nbytes, backends[0].mem_allocator)
+        for backend in backends:
             backend.register_mem_pool(pool, symm=self._is_symmetric)
-        self._pools.append(pool)
+            self._registered.append((backend, pool))
         return memory
 
     def deregister(self, limit_s: float) -> None:
         """Deregister all, once the device is done; TimeoutError if that takes over `limit_s`."""
         # NCCL does not wait for kernels that use the memory.
-        if self._pools and not self._device.synchronize(self._device.record_event(), limit_s):
+        if self._registered and not self._device.synchronize(self._device.record_event(), limit_s):
             raise TimeoutError(f"the device was busy for {limit_s:g} s")
-        while self._pools:
-            pool = self._pools.pop()
-            for backend in self.backends:
-                backend.deregister_mem_pool(pool)
+        while self._registered:
+            backend, pool = self._registered.pop()
+            backend.deregister_mem_pool(pool)
 
 
 def _gives_window(backend: Any) -> bool | None:
@@ -93,14 +99,12 @@ def _gives_window(backend: Any) -> bool | None:
     return None if status else is_given
 
 
-def _faults(groups: Iterable[dist.ProcessGroup], device: Any) -> Iterator[str]:
+def _faults(backend: str, device: Any) -> Iterator[str]:
     remedy = "or leave out --use-nccl-ub (registers_memory)"
-    names = {dist.get_backend(group) for group in groups}
-    if names - {"nccl"}:
-        yield f"memory cannot be registered with {min(names)}. Use NCCL on a GPU, {remedy}."
-    elif names and (version := device.nccl_version()) < (2, 27):
-        shown = ".".join(map(str, version))
-        yield f"NCCL {shown} has no windows. Install NCCL 2.27 or later, {remedy}."
+    if backend != "nccl":
+        yield f"memory cannot be registered with {backend}. Use NCCL on a GPU, {remedy}."
+    elif (version := device.nccl_version()) < (2, 27):
+        yield f"NCCL {'.'.join(map(str, version))} has no windows. Install 2.27 or later, {remedy}."
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if names and "expandable_segments:True" in (settings := os.environ.get(name, "")):
+        if "expandable_segments:True" in (settings := os.environ.get(name, "")):
             yield f"{name}={settings} excludes registered memory. Drop it, {remedy}."

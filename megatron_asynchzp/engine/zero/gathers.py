@@ -4,7 +4,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, override
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_asynchzp.engine.comm.arena import Arena, Place
 from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
@@ -73,19 +72,15 @@ _logger = logging.getLogger("megatron_asynchzp")
 
 
 class ParamBudget:
-    """Parameters that the chunks of a rank keep gathered, in at most `budget` bytes."""
+    """Parameters that the chunks of a rank keep gathered, in limited memory."""
 
     def __init__(
-        self,
-        budget: int,
-        device: torch.device,
-        record_event: Callable[[], Any],
-        takes_free_memory: bool = False,
-        registered: RegisteredMemory | None = None,
+        self, config: ScheduleConfig, driver: Driver, device: torch.device, groups: Iterable[Any]
     ):
+        budget, new_registered = config.keep_params_nbytes, driver.registered.allocator(groups)
         self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
-        self.arena = Arena(aligned(budget), device, record_event, registered)
-        self.takes_free_memory = takes_free_memory
+        self.arena = Arena(aligned(budget), device, driver.device.record_event, new_registered)
+        self.takes_free_memory = config.keeps_params_in_free_memory
         self._device = device
         self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
 
@@ -135,9 +130,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._shards_written: dict[str, Any] = {}
         self.note_written()
         if shared is None:
-            axes = [axis for unit in units for axis in unit.groups.unshard]
-            registered = RegisteredMemory(axes, config, units[0].device)
-            self.arena = Arena(0, units[0].device, self._device.record_event, registered)
+            device, groups = units[0].device, [a.group for u in units for a in u.groups.unshard]
+            new_registered = driver.registered.allocator(groups)
+            self.arena = Arena(0, device, self._device.record_event, new_registered)
         else:
             self.arena = shared.arena
         before = self.arena.nbytes
@@ -275,13 +270,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             f"{unit.name} is used with more units at a time than there is memory in flight "
             f"for: {unit.gathered_nbytes / 2**20:.1f} MiB are added to it",
         )
-
-    def deregister(self, limit_s: float) -> None:
-        """Deregister the arena, if it is registered, once no chunk uses it."""
-        if self in self._chunks:
-            self._chunks.remove(self)
-        if not self._chunks:
-            self.arena.deregister(limit_s)
 
     # ---- captured graphs
 

@@ -12,7 +12,6 @@ import torch
 from megatron_asynchzp.engine.comm.arena import Arena, Place
 from megatron_asynchzp.engine.comm.collectives import Steps, finished, split_for_reduction
 from megatron_asynchzp.engine.comm.driver import Driver
-from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.sharding.decisions import GradsInFlight
 from megatron_asynchzp.engine.sharding.in_flight import FP32_NBYTES
@@ -97,9 +96,10 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         scale: float,
         early_sends: EarlySends,
         residency: Residency[HZPUnit] | None = None,
-        registered: RegisteredMemory | None = None,
     ):
-        self.arena = Arena(nbytes, units[0].device, driver.device.record_event, registered)
+        device, groups = units[0].device, [a.group for u in units for a in u.groups.grad_reduce]
+        new_registered = driver.registered.allocator(groups)
+        self.arena = Arena(nbytes, device, driver.device.record_event, new_registered)
         super().__init__(self.arena, residency)
         self._driver, self._scale, self._early_sends = driver, scale, early_sends
         self._pieces = {unit: _Piece.all_of(unit, cut) for unit, cut in pieces.items()}

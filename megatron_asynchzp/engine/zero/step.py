@@ -5,7 +5,7 @@
 import enum
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -17,7 +17,6 @@ from megatron_asynchzp.engine.comm.driver import Driver
 from megatron_asynchzp.engine.comm.drivers import start_driver
 from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.comm.order_check import OrderCheck
-from megatron_asynchzp.engine.comm.registered import RegisteredMemory
 from megatron_asynchzp.engine.comm.task import Task
 from megatron_asynchzp.engine.device import device_of
 from megatron_asynchzp.engine.schedule import ScheduleConfig
@@ -33,8 +32,6 @@ from megatron_asynchzp.engine.zero.reductions import Reductions
 from megatron_asynchzp.engine.zero.sent_check import SentCheck
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
-
-_AFTER_FAILURE_S = 1.0  # for a device that may never be done
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +51,8 @@ class KeepBudgets:
     ) -> "KeepBudgets":
         params = grads = None
         if config.keep_params_nbytes or config.keeps_params_in_free_memory:
-            params = ParamBudget(
-                config.keep_params_nbytes,
-                device,
-                driver.device.record_event,
-                config.keeps_params_in_free_memory,
-                RegisteredMemory([axis for of in groups for axis in of.unshard], config, device),
-            )
+            unshard = [axis.group for of in groups for axis in of.unshard]
+            params = ParamBudget(config, driver, device, unshard)
         if config.keep_grads_nbytes:
             # The current unit's sum counts: unlike its parameters, it is nowhere else in memory.
             grads = Residency[HZPUnit](
@@ -170,7 +162,6 @@ class StepScheduler:
             grad_scale,
             self.early_sends,
             self.budgets.grads,
-            RegisteredMemory([a for of in all_groups for a in of.grad_reduce], config, device),
         )
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
         # With experts all ranks exchange tokens in every layer, so all compute in step.
@@ -403,8 +394,8 @@ class StepScheduler:
 
     def fall_asleep(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Free the memory in flight; `value_of` returns the values of states on the host."""
-        self.gathers.arena.free(self.schedule.time_limit_s)
-        self.reductions.arena.free(self.schedule.time_limit_s)
+        self.gathers.arena.free()
+        self.reductions.arena.free()
         if self.host_states is not None:
             self.host_states.free()
         self._value_of, self._before_sleep = value_of, self.state
@@ -453,15 +444,10 @@ class StepScheduler:
 
     def close(self) -> None:
         """Finish all operations, unless the communication has failed, and end the threads."""
-        limit_s = _AFTER_FAILURE_S
         try:
             if not self.is_asleep:
                 self.settle()
-            limit_s = self.schedule.time_limit_s
         finally:
-            with suppress(TimeoutError):  # memory that the device still uses stays registered
-                self.gathers.deregister(limit_s)
-                self.reductions.arena.deregister(limit_s)
             if self._owns_driver:
                 self.driver.close()
 
