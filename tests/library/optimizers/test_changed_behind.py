@@ -338,11 +338,11 @@ def read_until_the_step(dtype: torch.dtype | None, sizes: Sizes) -> None:
             values = values_now()
             model(inputs_of(step, dist.get_rank(), torch.device("cpu"))).sum().backward()
             until = time.monotonic() + 0.2
-            while time.monotonic() < until:
+            while time.monotonic() < until or reads <= 8:
                 read()
             made.step()
             changed = [not torch.equal(*both) for both in zip(values_now(), values, strict=True)]
-            assert any(changed) and reads > 8
+            assert any(changed)
 
 
 @pytest.mark.habit("weights of the optimizer read in hooks of backward and before `step()`")
