@@ -112,6 +112,6 @@ def test_the_census_of_a_list_says_what_runs_as_it_is_weakened_and_refused(tmp_p
     assert found == {
         "plain": (None, []),
         "lossy fp8 gathers": (None, ["fp8_param_gather"]),
-        "mxfp8 with FSDP": (None, ["fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"]),
+        "mxfp8 with FSDP": (None, []),
         "frozen": ("--freeze-all-layers", []),
     }

@@ -100,9 +100,10 @@ class Costing(RankBytes):
         return transfers(self.collectives(kind, unit), self.groups[unit.group], self.cluster)
 
     def collectives(self, kind: int, unit: Unit) -> list[Collective]:
-        sends_codes = self.plan.wire.gathers_codes and unit.kind in IN_FP8
-        in_codes = unit.matrix_numel if sends_codes else 0
-        group = self.groups[unit.group]
+        wire, group = self.plan.wire, self.groups[unit.group]
+        in_codes = unit.matrix_numel if wire.code_nbytes and unit.kind in IN_FP8 else 0
+        if in_codes and wire.has_directions:  # layers that keep copies read both in forward
+            in_codes -= self._quantised_numel(unit)
 
         def issued(kind: int) -> list[Collective]:
             return unit_collectives(kind, self.padded(unit), self.model.itemsize, group, in_codes)

@@ -61,7 +61,9 @@ class Wire:
     sums_rounded: bool = False
     # messages of a unit whose whole tensors belong to a rank; sums over replicas are not cut
     pieces: int = 1
-    gathers_codes: bool = False  # weights of layers that compute in FP8 are gathered in FP8
+    # bytes of a weight, with its part of a scale, that is gathered as FP8 or FP4 codes; 0: none is
+    code_nbytes: float = 0
+    has_directions: bool = False  # forward and backward read other codes
 
     @property
     def is_exchanged(self) -> bool:
@@ -101,14 +103,15 @@ def unit_collectives(
 ) -> list[Collective]:
     """Return the collectives of an operation of `kind` (a lane, see planner/program.py), in order.
 
-    itemsize: bytes of a parameter. in_codes: elements that are gathered as FP8 codes; the others
+    itemsize: bytes of a parameter. in_codes: elements that are gathered as codes; the others
     travel at the end of a message, which is as long as the rank with most of them needs.
     """
     sizes = group.sizes
     if kind == GATHER and in_codes:
         axes = group.axes(1, sizes.param)
         agreed = [Collective(ALL_REDUCE, 1, _FP32, *axis) for axis in axes]
-        nbytes = padded_numel + sizes.param * itemsize * (padded_numel - in_codes)
+        codes = round(group.wire.code_nbytes * padded_numel)
+        nbytes = codes + sizes.param * itemsize * (padded_numel - in_codes)
         return agreed + _gathers(min(nbytes, padded_numel * itemsize), 1, axes)
     if kind == GATHER:
         return _gathers(padded_numel, itemsize, group.axes(1, sizes.param))

@@ -36,9 +36,12 @@ RECIPES = {
                          ("--fp8-param-gather",)),
     "delayed": Recipe(("--fp8-format", "hybrid", "--fp8-recipe", "delayed",
                        "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"), (8, 9)),
-    "blockwise": Recipe(("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"), (9, 0)),
-    "mxfp8": Recipe(("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"), (10, 0)),
-    "nvfp4": Recipe(("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"), (10, 0)),
+    "blockwise": Recipe(("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"), (9, 0),
+                        ("--fp8-param-gather",)),
+    "mxfp8": Recipe(("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"), (10, 0),
+                    ("--fp8-param-gather",)),
+    "nvfp4": Recipe(("--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"), (10, 0),
+                    ("--fp4-param-gather",)),
 }
 # fmt: on
 

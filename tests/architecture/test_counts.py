@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 39694,
-    "docstring words": 35755,
-    "docstring lines": 3303,
+    "lines": 40038,
+    "docstring words": 36248,
+    "docstring lines": 3344,
     "raise ConfigurationError": 252,
     "context variables": 3,
     "assignments of __class__": 9,

@@ -15,7 +15,7 @@ from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import FULL_RECOMPUTE, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import Steps, on_device, run_pretrain
 from tests.device.test_megatron_graphs import CAPACITY, whole_and_resumed, with_and_without
-from tests.device.test_transformer_engine import BASE, CODES, GROUPED_EXPERTS, RECIPES, env_of
+from tests.device.test_transformer_engine import BASE, GROUPED_EXPERTS, RECIPES, codes_of, env_of
 
 pytestmark = pytest.mark.slow
 
@@ -103,8 +103,7 @@ def test_other_runs_keep_their_bits(te_worlds: DeviceWorlds, form: str):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_layers_that_compute_in_fp8_and_fp4_keep_their_bits(te_worlds: DeviceWorlds, recipe: str):
-    codes = CODES if recipe in ("tensorwise", "blockwise") else []
-    compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe))
+    compare(te_worlds, [*RECIPES[recipe], *codes_of(recipe)], (2, 2, 2), env=env_of(recipe))
 
 
 def test_a_run_with_evaluations_and_saves_goes_on_from_a_checkpoint_with_the_same_bits(

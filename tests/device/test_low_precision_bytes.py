@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import listening, on_device, run_pretrain
+from scripts.testbed.megatron_flags import FULL_RECOMPUTE, size_flags
+from scripts.testbed.megatron_runs import Steps, listening, on_device, run_pretrain
 from scripts.testbed.profile import PROFILES
 from tests.device.test_transformer_engine import (
     BASE,
@@ -151,7 +151,7 @@ class Sent(NamedTuple):
     """gathered: bytes that this rank handed to gathers, and agreed: to what agrees on scales;
     step_ms: of each step but the first, by the device's clock."""
 
-    losses: list[float | None]
+    losses: Steps
     gathered: int
     agreed: int
     step_ms: list[float]
@@ -186,14 +186,39 @@ def train_counting(line: Sequence[str]) -> Sent:
         record = run_pretrain([*line])
     torch.cuda.synchronize()
     steps = [before.elapsed_time(after) for before, after in zip(marks[1:], marks[2:])]
-    return Sent([loss for loss, _ in record.losses_and_norms], *nbytes.values(), steps)
+    return Sent(record.losses_and_norms, *nbytes.values(), steps)
 
 
 def train_on_a_slow_network(line: Sequence[str]) -> list[Sent]:
     from scripts.testbed.device import inside
 
     inside.state_time(PROFILES["slower-between-nodes"])
-    return [train_counting(line), train_counting([*line, *CODES])]
+    codes = ["--fp4-param-gather"] if "--fp4-format" in line else CODES
+    return [train_counting(line), train_counting([*line, *codes])]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share", "more", "sizes"),
+    [
+        # The first step and the layer at the turn come in bf16.
+        ("mxfp8", 0.8, ["--num-layers", "6"], (2, 2, 2)),
+        ("mxfp8", 0.8, ["--num-layers", "6"], (2, 1, 2)),
+        ("mxfp8", 0.85, ["--num-layers", "6", *FULL_RECOMPUTE], (2, 2, 2)),
+        ("nvfp4", 0.3, ["--num-layers", "4"], (2, 2, 2)),
+        ("nvfp4", 0.3, ["--num-layers", "4", *GROUPED_EXPERTS], (2, 1, 2)),
+    ],
+)
+def test_gathers_in_mxfp8_and_nvfp4_have_the_bits_of_those_in_bf16_and_fewer_bytes(
+    te_worlds: DeviceWorlds, recipe: str, share: float, more: list[str], sizes: tuple
+):
+    line = [*WIDE, *RECIPES[recipe], *more, *size_flags(sizes), "--train-iters", "6"]
+    env = env_of(recipe)
+    plain, coded = te_worlds.run(train_on_a_slow_network, 2, line, timeout_s=850, env=env)[0]
+    print(plain, coded)
+    assert coded.losses == plain.losses and len({loss for loss, _ in plain.losses}) == 6
+    assert plain.agreed == 0 < coded.agreed
+    assert (coded.gathered + coded.agreed) / plain.gathered <= share
+    assert min(coded.step_ms) < min(plain.step_ms)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

@@ -22,6 +22,7 @@ from tests.device.test_transformer_engine import (
     FUSES_EXPERTS,
     GROUPED_EXPERTS,
     RECIPES,
+    codes_of,
     env_of,
 )
 
@@ -156,7 +157,7 @@ OVERLAPPED = {
     "router": [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2", *ROUTER, "--bf16"],
     "router, shared experts": [*EXPERTS, *ROUTER, "--bf16"],
     "attention, router, shared experts": [*EXPERTS, *ALL, "--bf16"],
-    "mxfp8, gathered as stock does": [*EXPERTS, *ALL, *RECIPES["mxfp8"], *CODES,
+    "mxfp8, codes": [*EXPERTS, *ALL, *RECIPES["mxfp8"], *CODES,
         "--reuse-grad-buf-for-mxfp8-param-ag", "--use-distributed-optimizer"],
     "fused experts": [*EXPERTS, *ALL, "--bf16", *FUSED],
 }
@@ -210,9 +211,8 @@ def test_sharded_experts_within_a_graph_keep_their_bits(te_worlds: DeviceWorlds,
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"])
 def test_layers_that_compute_in_fp8_and_fp4_keep_their_bits(te_worlds: DeviceWorlds, recipe):
-    """Gathered in FP8 where that changes no bit."""
-    codes = CODES if recipe in ("tensorwise", "blockwise") else []
-    compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe))
+    """Gathered as codes where that changes no bit."""
+    compare(te_worlds, [*RECIPES[recipe], *codes_of(recipe)], (2, 2, 2), env=env_of(recipe))
 
 
 # ---- Megatron's own
@@ -233,8 +233,9 @@ def test_megatrons_own_graphs_of_other_runs_keep_the_bits(te_worlds: DeviceWorld
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_megatrons_own_graphs_in_fp8_and_fp4_keep_the_bits(te_worlds: DeviceWorlds, recipe):
-    codes = CODES if recipe in ("tensorwise", "blockwise") else []
-    compare(te_worlds, [*RECIPES[recipe], *codes], (2, 2, 2), env=env_of(recipe), impl=OWN)
+    compare(
+        te_worlds, [*RECIPES[recipe], *codes_of(recipe)], (2, 2, 2), env=env_of(recipe), impl=OWN
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]])

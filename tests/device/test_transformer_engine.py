@@ -117,12 +117,19 @@ def equal(ours: Steps, stock: Steps) -> bool:
 
 
 CODES = ["--fp8-param-gather"]
+FOUR_BIT_CODES = ["--fp4-param-gather"]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_gathers_in_fp8_leave_every_bit_as_it_is(te_worlds: DeviceWorlds, recipe: str):
-    line = [*BASE, *RECIPES[recipe]]
-    stock, *ours = te_worlds.run(train_beside, 2, line, CODES, timeout_s=590)[0]
+def codes_of(recipe: str) -> list[str]:
+    """Flags that gather weights as codes where that changes no bit."""
+    none = {"bf16": [], "delayed": [], "nvfp4": FOUR_BIT_CODES}
+    return none.get(recipe, CODES)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_gathers_as_codes_leave_every_bit_as_it_is(te_worlds: DeviceWorlds, recipe: str):
+    line, codes, env = [*BASE, *RECIPES[recipe]], codes_of(recipe), env_of(recipe)
+    stock, *ours = te_worlds.run(train_beside, 2, line, codes, timeout_s=850, env=env)[0]
     for run in ours:
         assert equal(run.steps, stock.steps)
         assert run.copies == 0 and "gathered as codes" in run.log
@@ -166,11 +173,14 @@ VARIANTS = {
     "tensor, delayed": (4, "delayed", TENSOR),
     "tensor, mxfp8": (4, "mxfp8", TENSOR),
     "pipeline, mxfp8": (2, "mxfp8", PIPELINE_PARALLEL),
+    "recomputation, mxfp8": (2, "mxfp8", FULL_RECOMPUTE),
+    "selective recomputation, mxfp8": (2, "mxfp8", ["--disable-bias-linear"]),
     "selective recomputation, blockwise": (2, "blockwise", ["--disable-bias-linear"]),
 }
 # For ours alone: in stock this changes losses from the third step on. With biases it is refused.
-RECOMPUTED = {"selective recomputation, blockwise": [
-    "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"]}
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"]
+RECOMPUTED = dict.fromkeys(
+    ["selective recomputation, blockwise", "selective recomputation, mxfp8"], SELECTIVE)
 # fmt: on
 
 
@@ -185,10 +195,9 @@ def train_two(line: Sequence[str], ours: Sequence[str]) -> list[Run]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name: str):
-    """Ours gathers in FP8 where that changes no bit."""
+    """Ours gathers as codes where that changes no bit."""
     ranks, recipe, more = VARIANTS[name]
-    line = [*BASE, *RECIPES[recipe], *more]
-    codes = CODES if recipe in ("tensorwise", "blockwise") else []
+    line, codes = [*BASE, *RECIPES[recipe], *more], codes_of(recipe)
     sizes = (1, 1, 1) if "pipeline" in name else (2, 2, 2)
     env = env_of(recipe) | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ranks == 4 else {})
     flags = [*codes, *size_flags(sizes), *RECOMPUTED.get(name, [])]
@@ -222,7 +231,7 @@ FUSED_OR_LATE = {
     "late: delayed": ("delayed", LATE),
     "late: blockwise": ("blockwise", LATE),
     "late: mxfp8, shared": ("mxfp8", f"{LATE} {SHARED}"),
-    "late: mxfp8, gathered as stock does": ("mxfp8", " ".join([LATE, *GATHERS])),
+    "late: mxfp8, codes": ("mxfp8", " ".join([LATE, *GATHERS])),
     "late: nvfp4, recomputed": (
         "nvfp4",
         f"{LATE} --moe-router-padding-for-quantization {LAYERNORM}",
@@ -275,15 +284,16 @@ OUR_GRADS = ["--main-grads-dtype", "bf16"]
 # fmt: on
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", GRADS])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", GRADS])
 def test_a_run_goes_on_with_its_histories_in_other_sizes_and_in_stock(
     te_worlds: DeviceWorlds, tmp_path: Path, recipe: str
 ):
-    base, more = [*BASE, *RECIPES.get(recipe, STOCKS_GRADS)], OUR_GRADS * (recipe == GRADS)
+    base = [*BASE, *RECIPES.get(recipe, STOCKS_GRADS)]
+    more = OUR_GRADS if recipe == GRADS else CODES * (recipe == "mxfp8")
     if recipe == GRADS:  # with more of them sizes decide when sums are rounded
         base += ["--global-batch-size", "2"]
     # Transformer Engine from 2.20 on wants to be told that its pickled histories may be loaded.
-    env = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+    env = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"} | env_of(recipe)
     whole, saving, *resumed = te_worlds.run(
         saved_and_resumed, 2, base, more, str(tmp_path), timeout_s=590, env=env
     )[0]

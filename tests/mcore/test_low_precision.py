@@ -109,42 +109,140 @@ def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, 
     assert f"no {question} here" in refusal(recipe)
 
 
-def test_layers_that_stay_in_bf16_at_either_end_gather_no_codes(monkeypatch):
-    from megatron.core import fp8_utils
+class _Linear(nn.Linear):
+    is_fsdp2, _fp8_workspaces = False, {}
+
+
+class _Unit:
+    def __init__(self, layer: nn.Module):
+        self.params, self.sent, self.forms = list(layer.parameters()), list[str](), []
+        self.param_names = [name for name, _ in layer.named_parameters()]
+
+    def gather_in_codes(self, names: list[str], forms: Any, is_computing: Any) -> None:
+        self.sent, self.forms = [name.removesuffix(".weight") for name in names], forms
+
+
+@pytest.fixture
+def layer_of(monkeypatch):
+    """A layer of some linear parts, or with one called "linear"."""
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
     class Layer(nn.Module, BaseTransformerLayer):
-        def __init__(self, number: int):
+        def __init__(self, number: int, names: tuple[str, ...] = ("linear",)):
             super().__init__()
-            self.layer_number, self.linear = number, nn.Linear(2, 2)
-            self.linear._fp8_workspaces = {}
+            self.layer_number = number
+            for name in names:
+                outer, _, last = name.rpartition(".")
+                inner = self
+                for part in outer.split(".") if outer else ():
+                    if not hasattr(inner, part):
+                        setattr(inner, part, nn.Module())
+                    inner = getattr(inner, part)
+                setattr(inner, last, _Linear(2, 2, bias=False))
 
-    class Unit:
-        def __init__(self, layer: Layer):
-            self.params, self.sent = list(layer.parameters()), []
-            self.param_names = [name for name, _ in layer.named_parameters()]
-
-        def gather_in_fp8(self, names: list[str], grid: Any, is_computing: Any) -> None:
-            self.sent = names
-
-    recipe = SimpleNamespace(
-        float8_block_scaling=lambda: False,
-        float8_current_scaling=lambda: True,
-        fp8_quant_fwd_weight=SimpleNamespace(power_2_scale=False, amax_epsilon=0.0),
-    )
-    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _: recipe)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
         module.fp8 = None  # pyright: ignore[reportAttributeAccessIssue]
-    config = SimpleNamespace(
-        fp8="e4m3",
-        fp4=None,
-        first_last_layers_bf16=True,
-        num_layers_at_start_in_bf16=2,
-        num_layers_at_end_in_bf16=1,
-        num_layers=6,
-    )
-    layers = nn.ModuleList(Layer(number) for number in range(1, 7))  # Megatron counts from 1
-    units: Any = [Unit(layer) for layer in layers]
-    send_codes(layers, config, units)
-    assert [unit.sent for unit in units] == [[], [], *[["linear.weight"]] * 3, []]
+    return Layer
+
+
+def recipe_of(kind: str, **more: Any) -> SimpleNamespace:
+    kinds = ("float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4")
+    weight = SimpleNamespace(power_2_scale=False, amax_epsilon=0.0, fp4_2d_quantization=True)
+    answers = {each: (lambda is_it=each == kind: is_it) for each in kinds}
+    weights = {"fp8_quant_fwd_weight": weight, "fp4_quant_fwd_weight": weight}
+    return SimpleNamespace(**answers | weights | more)
+
+
+def config_of(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        fp8="e4m3", fp8_recipe="mxfp8", fp4=None, first_last_layers_bf16=True, num_layers=6,
+        num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1, recompute_granularity=None,
+        **more,
+    )  # fmt: skip
+
+
+def test_layers_that_stay_in_bf16_at_either_end_gather_no_codes(monkeypatch, layer_of):
+    from megatron.core import fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _: recipe_of("float8_current_scaling"))
+    layers = nn.ModuleList(layer_of(number) for number in range(1, 7))  # Megatron counts from 1
+    units: Any = [_Unit(layer) for layer in layers]
+    send_codes(layers, config_of(), units)
+    assert [unit.sent for unit in units] == [[], [], *[["linear"]] * 3, []]
+
+
+PARTS = (
+    "attention.linear_q_up_proj",
+    "attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.shared_experts.linear_fc1",
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "sent"),
+    [
+        (None, PARTS),
+        (["core_attn", "layernorm", "moe_act", "gdn_norm_out"], PARTS),
+        (["mla_up_proj"], PARTS[1:]),
+        (["mlp"], PARTS[:2]),
+        (["layernorm", "moe"], PARTS[:2]),
+        (["shared_experts"], PARTS[:3]),
+        (["a part of a later Megatron"], ()),
+    ],
+)
+def test_parts_that_backward_calls_again_stay_in_bf16_where_it_reads_other_codes(
+    monkeypatch, layer_of, modules, sent
+):
+    from megatron.core import fp8_utils
+
+    config = config_of(recompute_modules=modules)
+    config.recompute_granularity = modules and "selective"
+    for kind, expected in (("mxfp8", sent), ("float8_current_scaling", PARTS)):
+        recipe = recipe_of(kind)
+        monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _, recipe=recipe: recipe)
+        layer = layer_of(3, PARTS)
+        unit: Any = _Unit(layer)
+        send_codes(layer, config, [unit])
+        assert unit.sent == list(expected)
+    layer.mlp.linear_fc1.num_gemms = 2  # grouped experts keep both from forward to backward
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _: recipe_of("mxfp8"))
+    send_codes(layer, config, [unit])
+    assert unit.sent == [name for name in sent if name != "mlp.linear_fc1"]
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "float8_current_scaling"])
+def test_a_weight_that_attention_absorbs_stays_in_bf16(monkeypatch, layer_of, kind):
+    from megatron.core import fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _: recipe_of(kind))
+    layer = layer_of(3, ("attention.linear_kv_up_proj", "attention.linear_proj"))
+    unit: Any = _Unit(layer)
+    send_codes(layer, config_of(experimental_attention_variant="dsa"), [unit])
+    assert unit.sent == ["attention.linear_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "blocks"),
+    [
+        ("float8_current_scaling", {}, [(None, None)]),
+        ("float8_block_scaling", {"w_block_scaling_dim": 2}, [(128, 128)]),
+        ("float8_block_scaling", {"w_block_scaling_dim": 1}, []),
+        ("mxfp8", {}, [(1, 32), (32, 1)]),
+        ("mxfp8", {"enable_2d_quantization": True}, []),
+        ("nvfp4", {}, [(16, 16)]),
+        ("nvfp4", {"nvfp4_4over6": "weights"}, []),
+        ("nvfp4", {"fp4_quant_fwd_weight": SimpleNamespace(fp4_2d_quantization=False)}, []),
+        ("custom", {}, []),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_recipe_that_was_not_compared_travel_in_bf16(
+    monkeypatch, layer_of, kind, more, blocks
+):
+    from megatron.core import fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda _: recipe_of(kind, **more))
+    unit: Any = _Unit(layer := layer_of(3))
+    send_codes(layer, config_of(), [unit])
+    assert [(form.rows, form.columns) for form in unit.forms] == blocks

@@ -1,11 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers weights in FP8, one byte each, for layers that compute with them in FP8.
+"""Gathers weights as codes of FP8 or FP4, for layers that compute with them in that format."""
 
-Weights travel on the grid of those layers, so nothing is lost.
-"""
-
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, starmap
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from megatron_asynchzp.engine.comm.block_formats import BlockFormat, Blocks
 from megatron_asynchzp.engine.comm.collectives import (
     AxisGroup,
     Steps,
@@ -26,104 +24,96 @@ from megatron_asynchzp.engine.comm.collectives import (
 from megatron_asynchzp.engine.sharding.layout import PARAM_ALIGNMENT_NUMEL, FlatLayout, round_up
 from megatron_asynchzp.engine.sharding.topology import Range
 
-FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(FP8).max
-_FP32_MAX = torch.finfo(torch.float32).max
 _MOST_AT_ONCE = 2**20  # elements that are converted through fp32 at a time
+_LEVELS_ALIGNMENT = 32  # bytes
+
+_Levels = Sequence[torch.Tensor]  # of each part
 
 
 @dataclass(frozen=True)
-class WeightGrid:
-    """One scale for each weight, or for each block of a 2-D weight, from its largest magnitude.
+class _Part:
+    """The part of a weight that lies in a shard. A band is a row of blocks."""
 
-    These are Transformer Engine's Float8CurrentScaling and Float8BlockScaling.
-    """
-
-    is_power: bool = False  # whether scales are powers of two
-    epsilon: float = 0.0  # lower bound of the largest magnitude
-    side: int | None = None  # rows and columns of a block; None: the whole weight is one block
-
-    def scales(self, amax: torch.Tensor) -> torch.Tensor:
-        """Return the scale of each block from its largest magnitude `amax` (fp32).
-
-        They are the layers' scales (recipe_common.cuh, compute_scale_from_amax) for finite blocks
-        that are not all zero. An infinite amax gives 0, and its block becomes 0 / 0.
-        """
-        raised = amax.clamp_min(self.epsilon)
-        scale = (torch.full_like(raised, _FP8_MAX) / raised).clamp_max(_FP32_MAX)
-        if self.is_power:  # clear the mantissa
-            scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-        return scale
-
-    def num_blocks(self, shape: Sequence[int]) -> int:
-        return prod(-(-size // self.side) for size in shape) if self.side else 1
-
-
-@dataclass(frozen=True)
-class _Fp8Part:
-    grid: WeightGrid
-    shape: tuple[int, ...]  # of the weight; 2-D if blocks have a side
-    blocks: slice  # of the weight, among all blocks of the unit
+    number: int  # among the weights that travel as codes
+    columns: int  # of the weight
+    rows: int  # of a block
+    width: int  # columns of a block
     first: int  # index in the weight of the part's first element
     place: slice  # of the part, in the shard
+    is_one_block: bool = False  # the whole weight is a block, as if it were a single row
+
+    @property
+    def band_numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def blocks_per_band(self) -> int:
+        return -(-self.columns // self.width)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the bands that the part touches."""
+        bands = self._bands(self.place)[0]
+        return (bands.stop - bands.start) * self.blocks_per_band
+
+    def cut_bands(self) -> Iterator[tuple[int, slice]]:
+        """Yield each band with blocks that an end of the part cuts, and its blocks here."""
+        for end in (self.first, self.first + self.place.stop - self.place.start):
+            band, inside = divmod(end, self.band_numel)
+            if inside and not (self.rows == 1 and inside % self.width == 0):
+                begin = (band - self.first // self.band_numel) * self.blocks_per_band
+                yield band, slice(begin, begin + self.blocks_per_band)
 
     def pieces(self) -> list[slice]:
-        """Cut the part into pieces of whole rows of blocks, of _MOST_AT_ONCE elements if it can."""
+        """Cut the part into pieces of whole bands, of _MOST_AT_ONCE elements if it can."""
         start, stop, most = self.place.start, self.place.stop, _MOST_AT_ONCE
-        if self.grid.side:
-            band = self.grid.side * self.shape[1]
-            most = max(most // band, 1) * band
+        if not self.is_one_block:
+            most = max(most // self.band_numel, 1) * self.band_numel
         ends = [start, *range(start - self.first % most + most, stop, most), stop]
         return list(starmap(slice, pairwise(ends)))
 
-    def raise_to(self, amax: torch.Tensor, piece: slice, values: torch.Tensor) -> None:
-        """Raise the blocks' `amax` (fp32) to the magnitudes of `values`, a piece's elements."""
-        own = amax[self.blocks]
-        if self.grid.side is None:
-            own.copy_(torch.maximum(own, _infinite_for_nan(values.abs().amax())))
-            return
-        side, (bands, before, numel, columns) = self.grid.side, self._bands(piece)
-        wide = round_up(columns, side)
-        padded = values.new_zeros((bands.stop - bands.start) * side * columns)
-        padded[before : before + numel].copy_(values)
-        blocks = pad(padded.view(-1, columns), (0, wide - columns)).view(
-            -1, side, wide // side, side
-        )
-        own.view(-1, wide // side)[bands] = _infinite_for_nan(blocks.abs().amax((1, 3)))
+    def magnitudes(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitude of each block here, fp32."""
+        if self.is_one_block:
+            amaxes = [shard[piece].abs().amax() for piece in self.pieces()]
+            return torch.stack(amaxes).amax(0, keepdim=True).float()
+        amax = torch.zeros(self.num_blocks, dtype=torch.float32, device=shard.device)
+        wide = self.blocks_per_band * self.width
+        for piece in self.pieces():
+            bands, before, numel = self._bands(piece)
+            padded = shard.new_zeros((bands.stop - bands.start) * self.band_numel)
+            padded[before : before + numel].copy_(shard[piece])
+            rows = pad(padded.view(-1, self.columns), (0, wide - self.columns))
+            blocks = rows.view(-1, self.rows, self.blocks_per_band, self.width)
+            amax.view(-1, self.blocks_per_band)[bands] = blocks.abs().amax((1, 3)).float()
+        return amax
 
-    def expand(self, block_values: torch.Tensor, piece: slice) -> torch.Tensor:
+    def expand(self, piece: slice, of_blocks: torch.Tensor) -> torch.Tensor:
         """Return each element's block value; a single one if the weight is one block."""
-        own = block_values[self.blocks]
-        if self.grid.side is None:  # 1-D: torch would round a 0-dim tensor to bf16
-            return own
-        side, (bands, before, numel, columns) = self.grid.side, self._bands(piece)
-        rows = own.view(-1, -(-columns // side))[bands].repeat_interleave(side, 1)[:, :columns]
-        return rows.repeat_interleave(side, 0).reshape(-1)[before : before + numel]
+        if self.is_one_block:  # 1-D: torch would round a 0-dim tensor to bf16
+            return of_blocks
+        bands, before, numel = self._bands(piece)
+        rows = of_blocks.view(-1, self.blocks_per_band)[bands].repeat_interleave(self.width, 1)
+        rows = rows[:, : self.columns].repeat_interleave(self.rows, 0)
+        return rows.reshape(-1)[before : before + numel]
 
-    def _bands(self, piece: slice) -> tuple[slice, int, int, int]:
-        """Return the rows of blocks that a piece touches, its offset in them, numel and columns."""
-        side, columns = self.grid.side or 1, self.shape[1]
-        first, numel = self.first + piece.start - self.place.start, piece.stop - piece.start
-        band = side * columns
-        bands = slice(first // band, -(-(first + numel) // band))
-        return bands, first - bands.start * band, numel, columns
-
-
-def _infinite_for_nan(amax: torch.Tensor) -> torch.Tensor:
-    """Return `amax` in fp32 with inf for NaN, because not every maximum keeps a NaN."""
-    return amax.float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    def _bands(self, piece: slice) -> tuple[slice, int, int]:
+        """Return the bands that a piece touches, among the part's, its offset there, and numel."""
+        numel = piece.stop - piece.start
+        first = self.first % self.band_numel + piece.start - self.place.start
+        bands = slice(first // self.band_numel, -(-(first + numel) // self.band_numel))
+        return bands, first - bands.start * self.band_numel, numel
 
 
-class Fp8Gather:
-    """Gathers bf16 weights in FP8 (E4M3) into the memory where they lie in bf16.
+class LowPrecisionGather:
+    """Gathers bf16 weights as codes into the memory where they lie in bf16.
 
         shard of a rank      | weight      | norm | weight    |       bf16
-        its message          | FP8                | FP8       | norm |   1 byte each, then the rest
+        its message          | codes              | levels | norm |  codes of 1 or 1/2 byte
 
-    The layers quantise the gathered weights again. Weights on their grid, by the same scale, do not
-    change, so products have the bits of a gather in bf16 (a test compares all FP8 numbers). Ranks
-    first agree on the largest magnitude of each block, because shards cut blocks. A block with a
-    value that is not finite arrives as NaN.
+    The layers quantise the gathered weights again and get the same codes, so products have the
+    bits of a gather in bf16 ([Note: codes that come back]). Ranks first agree on the largest
+    magnitude of a weight, if its format needs that, and on the levels of blocks that shards cut.
 
     Messages arrive in the last bytes of `full`, and each byte is read before it is written. So
     further memory is only a few MiB, or a row of blocks, and some copies of the plain rest.
@@ -133,35 +123,46 @@ class Fp8Gather:
         self,
         layout: FlatLayout,
         num_shards: int,
-        in_fp8: Collection[int],  # indices of parameters that layers read in FP8 alone
-        grid: WeightGrid,
-        is_computing: Callable[[], bool],  # whether the layers, called now, compute on the grid
+        in_codes: Collection[int],  # indices of parameters that layers read in the format alone
+        form: BlockFormat,
+        is_computing: Callable[[], bool],  # whether the layers, called now, compute in it
     ):
-        self._grid, self.is_computing = grid, is_computing
+        self._form, self.is_computing = form, is_computing
         self._numel = numel = layout.padded_numel // num_shards
-        self._num_blocks, blocks = 0, dict[int, slice]()
-        for index in sorted(in_fp8):
-            number = grid.num_blocks(layout.slices[index].shape)
-            blocks[index] = slice(self._num_blocks, self._num_blocks + number)
-            self._num_blocks += number
-        self._fp8_parts: list[list[_Fp8Part]] = []  # of each shard
+        fitting = [index for index in sorted(in_codes) if form.fits(layout.slices[index].shape)]
+        numbers = {index: number for number, index in enumerate(fitting)}
+        self._num_weights = len(numbers)
+        self._parts: list[list[_Part]] = []  # of each shard
         self._plain: list[list[slice]] = []  # of each shard
         for start in range(0, layout.padded_numel, numel):
-            shard = Range(start, start + numel)
-            parts, plain = list[_Fp8Part](), list[slice]()
-            fragments = layout.fragments(shard)
+            parts, plain = list[_Part](), list[slice]()
+            fragments = layout.fragments(Range(start, start + numel))
             for index, (param, piece) in enumerate(zip(layout.slices, fragments)):
                 place = slice(piece.start - start, piece.stop - start)
-                first = piece.start - param.range.start
-                if index in blocks and piece.numel:
-                    parts.append(_Fp8Part(grid, param.shape, blocks[index], first, place))
+                if index in numbers and piece.numel:
+                    columns = param.shape[1] if form.rows else prod(param.shape)
+                    first = piece.start - param.range.start
+                    shape = columns, form.rows or 1, form.columns or columns
+                    is_one = form.rows is None
+                    parts.append(_Part(numbers[index], *shape, first, place, is_one))
                 elif piece.numel:
                     plain.append(place)
-            self._fp8_parts.append(parts)
+            self._parts.append(parts)
             self._plain.append(plain)
+        # Where the levels of each cut band lie among all those that ranks agree on.
+        self._cut, self._num_cut = dict[tuple[int, int], slice](), 0
+        for part in (part for parts in self._parts for part in parts):
+            for band, _ in part.cut_bands():
+                if (part.number, band) not in self._cut:
+                    begin, self._num_cut = self._num_cut, self._num_cut + part.blocks_per_band
+                    self._cut[part.number, band] = slice(begin, self._num_cut)
+        most = max(sum(part.num_blocks for part in parts) for parts in self._parts)
+        self._codes_nbytes = numel // form.codes_per_byte
+        self._levels_nbytes = round_up(most * form.level_dtype.itemsize, _LEVELS_ALIGNMENT)
         most_plain = max(sum(part.stop - part.start for part in plain) for plain in self._plain)
         # Bytes that one rank sends.
-        self.message_nbytes = numel + 2 * round_up(most_plain, PARAM_ALIGNMENT_NUMEL)
+        self.message_nbytes = self._codes_nbytes + self._levels_nbytes
+        self.message_nbytes += 2 * round_up(most_plain, PARAM_ALIGNMENT_NUMEL)
 
     @property
     def is_shorter(self) -> bool:
@@ -174,51 +175,81 @@ class Fp8Gather:
 
         Both are 1-D and bf16 and share no memory.
         """
-        amax = self._magnitudes(shard, place)
-        yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))
-        scales = self._grid.scales(amax)
-        wire = full.view(torch.uint8)[-self.message_nbytes * len(self._fp8_parts) :]
+        parts, form = self._parts[place], self._form
+        amaxes = [part.magnitudes(shard) for part in parts]
+        wholes = torch.zeros(self._num_weights, dtype=torch.float32, device=shard.device)
+        if form.needs_whole:
+            for part, amax in zip(parts, amaxes, strict=True):
+                wholes[part.number] = amax.max().nan_to_num(torch.inf, torch.inf)
+            yield from completed(all_reduce_steps(wholes, axes, dist.ReduceOp.MAX))
+        levels = [form.levels(amax, wholes[part.number]) for part, amax in zip(parts, amaxes)]
+        if self._num_cut:
+            agreed = torch.zeros(self._num_cut, dtype=form.level_dtype, device=shard.device)
+            yield from self._agree(agreed, place, levels, axes)
+        wire = full.view(torch.uint8)[-self.message_nbytes * len(self._parts) :]
         own = wire[place * self.message_nbytes :][: self.message_nbytes]
-        self._encode(shard, place, scales, own)
+        self._encode(shard, place, levels, wholes, own)
         last = yield from all_gather_steps(own, wire, axes)
-        return followed_by(last, partial(self._decode, wire, 1 / scales, full))
+        return followed_by(last, partial(self._decode, wire, wholes, full))
 
-    def _magnitudes(self, shard: torch.Tensor, place: int) -> torch.Tensor:
-        amax = torch.zeros(self._num_blocks, dtype=torch.float32, device=shard.device)
-        for part in self._fp8_parts[place]:
-            for piece in part.pieces():
-                part.raise_to(amax, piece, shard[piece])
-        return amax
+    def _agree(
+        self, agreed: torch.Tensor, place: int, levels: _Levels, axes: Sequence[AxisGroup]
+    ) -> Steps:
+        """Raise the levels of blocks that shards cut to the largest of all ranks."""
+        shared = [
+            (own[blocks], agreed[self._cut[part.number, band]])
+            for part, own in zip(self._parts[place], levels, strict=True)
+            for band, blocks in part.cut_bands()
+        ]
+        for own, target in shared:
+            target.copy_(torch.maximum(target, own))
+        yield from completed(all_reduce_steps(agreed, axes, dist.ReduceOp.MAX))
+        for own, target in shared:
+            own.copy_(target)
 
     def _encode(
-        self, shard: torch.Tensor, place: int, scales: torch.Tensor, message: torch.Tensor
+        self,
+        shard: torch.Tensor,
+        place: int,
+        levels: _Levels,
+        wholes: torch.Tensor,
+        message: torch.Tensor,
     ) -> None:
-        codes = message[: self._numel].view(FP8)
-        for part in self._fp8_parts[place]:
+        form, sent = self._form, message[self._codes_nbytes :][: self._levels_nbytes]
+        offset, per_byte = 0, form.codes_per_byte
+        for part, own in zip(self._parts[place], levels, strict=True):
             for piece in part.pieces():
-                codes[piece].copy_(shard[piece] * part.expand(scales, piece))
-        rest = message[self._numel :].view(shard.dtype)
+                blocks = Blocks(own, wholes[part.number], partial(part.expand, piece))
+                codes = form.encode(shard[piece], blocks)
+                message[piece.start // per_byte : piece.stop // per_byte].copy_(codes)
+            sent[offset : offset + own.nbytes].copy_(own.view(torch.uint8))
+            offset += own.nbytes
+        rest = message[self._codes_nbytes + self._levels_nbytes :].view(shard.dtype)
         for source, target in _packed(self._plain[place]):
             rest[target].copy_(shard[source])
 
-    def _decode(self, wire: torch.Tensor, inverses: torch.Tensor, full: torch.Tensor) -> None:
-        messages = wire.view(len(self._fp8_parts), self.message_nbytes)
-        for place, message in enumerate(messages):
+    def _decode(self, wire: torch.Tensor, wholes: torch.Tensor, full: torch.Tensor) -> None:
+        form, per_byte = self._form, self._form.codes_per_byte
+        for place, message in enumerate(wire.view(len(self._parts), self.message_nbytes)):
             target = full[place * self._numel :][: self._numel]
-            # The message lies `ahead` bytes behind its target. Each byte that is read becomes two,
-            # so decoding overwrites bytes from `ahead` on before it reads them: copy these first.
-            ahead = message.data_ptr() - target.data_ptr()
-            late = message[ahead:].clone() if ahead < self._numel else message[self._numel :]
-            ahead = min(ahead, self._numel)
-            for part in self._fp8_parts[place]:
+            # From front to back, each byte that is read writes 2 * per_byte, which overwrites the
+            # message from byte `ahead` on before it is read.
+            ahead = (message.data_ptr() - target.data_ptr()) // (2 * per_byte - 1)
+            ahead = min(ahead, self._codes_nbytes) // _LEVELS_ALIGNMENT * _LEVELS_ALIGNMENT
+            late = message[ahead:].clone()
+            rest, offset = late[self._codes_nbytes - ahead :], 0
+            for part in self._parts[place]:
+                nbytes = part.num_blocks * form.level_dtype.itemsize
+                levels = rest[offset : offset + nbytes].view(form.level_dtype)
+                offset += nbytes
                 for piece in part.pieces():
-                    is_late, length = piece.start >= ahead, piece.stop - piece.start
-                    codes = late[piece.start - ahead :] if is_late else message[piece.start :]
-                    values = codes[:length].view(FP8).to(full.dtype)
-                    torch.mul(values, part.expand(inverses, piece), out=target[piece])
-            rest = late[self._numel - ahead :].view(full.dtype)
+                    start, stop = piece.start // per_byte, piece.stop // per_byte
+                    codes = late[start - ahead :] if start >= ahead else message[start:]
+                    blocks = Blocks(levels, wholes[part.number], partial(part.expand, piece))
+                    target[piece].copy_(form.decode(codes[: stop - start], blocks))
+            plain = rest[self._levels_nbytes :].view(full.dtype)
             for back, source in _packed(self._plain[place]):
-                target[back].copy_(rest[source])
+                target[back].copy_(plain[source])
 
 
 def _packed(parts: Sequence[slice]) -> list[tuple[slice, slice]]:

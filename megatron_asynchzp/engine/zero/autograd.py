@@ -28,6 +28,7 @@ from megatron_asynchzp.engine.zero.calls import (
 )
 from megatron_asynchzp.engine.zero.captured_grads import CapturedGrads
 from megatron_asynchzp.engine.zero.construction import Construction
+from megatron_asynchzp.engine.zero.directions import Direction
 from megatron_asynchzp.engine.zero.guard import NO_GRAPHS, Answer, new_guarded_class
 from megatron_asynchzp.engine.zero.params import check_kept_views
 from megatron_asynchzp.engine.zero.plan import UnitPlan
@@ -292,7 +293,7 @@ class HZPRuntime(StepScheduler):
         batch.region, batch.in_backward = frozenset(units), True
         try:
             for unit in units:
-                self._unshard(unit)
+                self._unshard(unit)  # it may recompute an earlier region
             self._compute_marks.begin("backward", units)
             yield
             self._compute_marks.end("backward", units)
@@ -331,7 +332,8 @@ class HZPRuntime(StepScheduler):
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
                 if calls > 1:
                     self._note_second_call(unit)
-            self._unshard(unit)
+            # A layer that is recomputed may quantise for its backward, too.
+            self._unshard(unit, None if batch.in_backward else Direction.FORWARD)
         if self._saved_views.are_needed_by(units):
             self._saved_views.push()
             self._has_pushed[-1] = True
@@ -377,7 +379,7 @@ class HZPRuntime(StepScheduler):
         self._begin_backward()
         for unit in units:
             self._batch.started_backward.add(unit)
-            self._unshard(unit)
+            self._unshard(unit, Direction.BACKWARD)
             if unit.overwrites_main_grads is not None:
                 self.reductions.provide(unit)
             self._captured_grads.begin(unit)
@@ -418,7 +420,9 @@ class HZPRuntime(StepScheduler):
                 self._read_within(unit)
                 return
             self._begin_backward()
-        self._unshard(unit)
+            self._unshard(unit, Direction.BACKWARD)
+        else:
+            self._unshard(unit)
 
     def after_backward(self, units: list[HZPUnit]) -> None:
         if self._is_within_forward:
@@ -447,13 +451,13 @@ class HZPRuntime(StepScheduler):
         self._batch.in_backward = False
         self.hide_idle_units()
 
-    def _unshard(self, unit: HZPUnit) -> None:
+    def _unshard(self, unit: HZPUnit, direction: Direction | None = None) -> None:
         if unit.is_always_unsharded:
             unit.guard.reveal()  # not earlier: a use outside of calls must first update it
         # Tensors that are made here outlive an inference mode, which would mark them.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
-                self.gathers.unshard(unit)
+                self.gathers.unshard(unit, direction)
                 self.sent_check.check_unwritten(unit)
         self._saved_views.track(unit)
 

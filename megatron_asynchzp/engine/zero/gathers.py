@@ -20,6 +20,7 @@ from megatron_asynchzp.engine.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.engine.sharding.in_flight import aligned
 from megatron_asynchzp.engine.sharding.memory_map import Extent
 from megatron_asynchzp.engine.sharding.residency import Residency
+from megatron_asynchzp.engine.zero.directions import BOTH, Direction, Directions
 from megatron_asynchzp.engine.zero.early_update import EarlySends
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
@@ -98,6 +99,8 @@ class ParamBudget:
 class _Gather:
     place: Place
     task: Task | None  # None once the unit is in use
+    direction: Direction | None = None  # the only one for which it is right; None: both
+    read: set[Direction] | None = None  # those in which layers have read it; None before a use
 
 
 class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
@@ -120,6 +123,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self.early_sends, self.use_order = EarlySends(), UseOrder(units)
+        self._directions = Directions[HZPUnit]()
         self.warned: set[str] = set()  # topics of logged warnings, each once
         self.is_captured = False  # a CUDA graph has gathers in it
         self._graph_rebuilds = False  # and it rebuilds the shards for training
@@ -151,8 +155,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
 
     # ---- use
 
-    def unshard(self, unit: HZPUnit) -> None:
-        """Make the full parameters of `unit` readable on the current stream."""
+    def unshard(self, unit: HZPUnit, direction: Direction | None = None) -> None:
+        """Make the full parameters of `unit` readable on the current stream, in one direction."""
         if self.is_training:
             self.use_order.note_use(unit)
         if unit.is_always_unsharded:
@@ -167,12 +171,31 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 f"step {self._driver.step} uses {unit.name} where the step before used "
                 f"{expected.name}: the rest of this step is gathered on demand",
             )
+        if unit.has_directions:
+            self._note_direction(unit, self._gathered[unit].handle, direction)
+
+    def _note_direction(self, unit: HZPUnit, handle: _Gather, direction: Direction | None) -> None:
+        """Gather `unit` again if what was gathered is not right for this use."""
+        if handle.read is None:
+            handle.read = self._directions.begin(unit) if self.is_training else set[Direction]()
+        handle.read |= BOTH if direction is None else {direction}
+        if handle.direction is not None and handle.read != {handle.direction}:
+            handle.direction = None
+            self.restore_shard(unit)
+            readers = (self._device.record_event(),)
+            self._submit_gather(unit, handle.place, None, readers).wait()
 
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self.warned:
             self.warned.add(topic)
             if self._units[0].groups.topology.rank == 0:
                 _logger.warning("%s (logged once)", text)
+
+    @override
+    def restart(self, is_training: bool = True) -> None:
+        if is_training:
+            self._directions.restart()
+        super().restart(is_training)
 
     # ---- what ParamsInFlight decides
 
@@ -184,18 +207,28 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             unit.dtype,
             unit.size_key in self._outside and unit not in self.seats,
         )
-        task = self._driver.submit(
+        direction = None
+        if unit.has_directions:
+            is_training = self.is_training
+            direction = self._directions.expected(unit) if is_training else Direction.FORWARD
+        task = self._submit_gather(unit, place, direction, place.ready)
+        return _Gather(place, task, direction)
+
+    def _submit_gather(
+        self, unit: HZPUnit, place: Place, direction: Direction | None, readers: Sequence[Any]
+    ) -> Task:
+        name = unit.name if direction is None else f"{unit.name} for {direction.value}"
+        return self._driver.submit(
             Task(
                 "gather",
-                unit.name,
+                name,
                 unit.groups.unshard,
-                lambda: unit.unshard_for_layers_steps(place.storage),
+                lambda: unit.unshard_for_layers_steps(place.storage, direction),
                 # The last write of the shard, and the last readers of the place.
-                ready=(self._shards_written.pop("gather", None), *place.ready),
+                ready=(self._shards_written.pop("gather", None), *readers),
                 after=(self._syncs.get(unit),),
             )
         )
-        return _Gather(place, task)
 
     def wait_for_unshard(self, unit: HZPUnit, handle: _Gather) -> None:
         self._await(handle)

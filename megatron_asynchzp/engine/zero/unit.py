@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_asynchzp.engine.comm.block_formats import BlockFormat
 from megatron_asynchzp.engine.comm.collectives import (
     AxisGroup,
     Steps,
@@ -24,7 +25,7 @@ from megatron_asynchzp.engine.comm.collectives import (
     rounded_reduce_scatter_steps,
 )
 from megatron_asynchzp.engine.comm.groups import ShardGroups
-from megatron_asynchzp.engine.comm.low_precision_gather import Fp8Gather, WeightGrid
+from megatron_asynchzp.engine.comm.low_precision_gather import LowPrecisionGather
 from megatron_asynchzp.engine.sharding.buffer import FlatBuffer
 from megatron_asynchzp.engine.sharding.early_units import OuterTraffic
 from megatron_asynchzp.engine.sharding.in_flight import (
@@ -34,6 +35,7 @@ from megatron_asynchzp.engine.sharding.in_flight import (
 )
 from megatron_asynchzp.engine.sharding.layout import FlatLayout, GradPiece
 from megatron_asynchzp.engine.sharding.topology import Range
+from megatron_asynchzp.engine.zero.directions import Direction
 from megatron_asynchzp.engine.zero.guard import ParamGuard
 from megatron_asynchzp.engine.zero.marks import Marks
 from megatron_asynchzp.engine.zero.sent_record import SentRecord
@@ -112,7 +114,9 @@ class HZPUnit:
         # Equal for units whose parameters have the same shapes and offsets.
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.overwrites_main_grads: bool | None = None  # None without fuse_grads
-        self.fp8_gather: Fp8Gather | None = None
+        # One, or one for forward and one for backward, which then read other codes; or none.
+        self.code_gathers: list[LowPrecisionGather] = []
+        self.has_directions = False
         self._full_param: torch.Tensor | None = None
         self.guard = ParamGuard(self.params)
         self._allocate_and_shard(shard)
@@ -196,31 +200,33 @@ class HZPUnit:
     def unshard_steps(self, full: torch.Tensor) -> Steps:
         return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
-    def unshard_for_layers_steps(self, full: torch.Tensor) -> Steps:
-        """Gather the full parameters into `full`, those of gather_in_fp8 in FP8."""
-        if self.fp8_gather is None:
+    def unshard_for_layers_steps(self, full: torch.Tensor, direction: Direction | None) -> Steps:
+        """Gather the parameters into `full`, as codes if layers read them in `direction` alone."""
+        if not self.code_gathers or (self.has_directions and direction is None):
             return self.unshard_steps(full)
+        gather = self.code_gathers[-1 if direction is Direction.BACKWARD else 0]
         shard = self.model_param
         place = shard.range.start // shard.range.numel
-        return self.fp8_gather.steps(shard.storage, place, full, self.groups.unshard)
+        return gather.steps(shard.storage, place, full, self.groups.unshard)
 
-    def gather_in_fp8(
-        self, names: Collection[str], grid: WeightGrid, is_computing: Callable[[], bool]
+    def gather_in_codes(
+        self, names: Collection[str], forms: Sequence[BlockFormat], is_computing: Callable[[], bool]
     ) -> None:
-        """Gather `names`, which layers read on the FP8 `grid`, as codes if those are shorter."""
+        """Gather `names`, which layers read in one form, or one for each direction, as codes."""
         if self.dtype != torch.bfloat16 or self.is_always_unsharded:
             return
         numbers = [index for index, name in enumerate(self.param_names) if name in names]
-        shards = self.groups.topology.sizes.param
-        coded = Fp8Gather(self.layout, shards, numbers, grid, is_computing)
-        self.fp8_gather = coded if coded.is_shorter else None
+        sizes = self.layout, self.groups.topology.sizes.param, numbers
+        gathers = [LowPrecisionGather(*sizes, form, is_computing) for form in forms]
+        self.code_gathers = gathers if all(gather.is_shorter for gather in gathers) else []
+        self.has_directions = len(self.code_gathers) > 1
 
     def check_called_in_fp8(self) -> None:
         """Raise ConfigurationError if a layer outside FP8 is called and would read FP8 codes."""
-        if self.fp8_gather is not None and not self.fp8_gather.is_computing():
+        if self.code_gathers and not self.code_gathers[0].is_computing():
             raise ConfigurationError(
-                f"{self.name} is called outside FP8, but its weights were gathered in FP8. Call it "
-                "within FP8, or drop --fp8-param-gather."
+                f"{self.name} is called outside FP8 or FP4, but its weights are gathered as codes. "
+                "Call it within, or drop --fp8-param-gather and --fp4-param-gather."
             )
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_asynchzp.mcore.flags.megatron_settings import (
     can_fuse_grads,
-    can_gather_in_fp8,
+    can_gather_in_codes,
     captures_layers,
     gathers_bf16_of_mxfp8,
     has_experts_alone,
@@ -26,7 +26,7 @@ OWN_SETTINGS: dict[str, object] = {
     "asynchzp_moment_dtypes": ("fp32", "fp32"),  # of Adam
     "asynchzp_main_grads_dtype": "fp32",
     "asynchzp_offload": 0.0,  # part of the optimizer states on the host between two updates
-    "asynchzp_sends_codes": False,  # weights of FP8 layers are gathered in FP8
+    "asynchzp_sends_codes": False,  # weights of FP8 and FP4 layers are gathered as codes
     "asynchzp_registers_windows": None,  # with NCCL; False: registers plainly, None: not at all
 }
 """What translated settings become, and the values without them."""
@@ -217,21 +217,22 @@ _AS_MXFP8 = (
     "layers do it in each call, and no quantised copy stays"
 )
 _CODES = (
-    "weights of FP8 layers are gathered as codes, 1 byte each, with the same bits; shards and "
-    "their exchange once per step stay in bf16"
+    "weights of FP8 and FP4 layers are gathered as codes, 1 or 1/2 byte each, with the same bits; "
+    "shards and their exchange once per step stay in bf16"
 )
 _in_codes = partial(_translate, reason=_CODES, becomes=lambda s: {"asynchzp_sends_codes": True})
 _FP8_GATHERS = (
-    _in_codes("fp8_param_gather", when=can_gather_in_fp8),
+    _in_codes("fp8_param_gather", when=can_gather_in_codes),
     _set("fp8_param_gather", _AS_MXFP8, gathers_bf16_of_mxfp8),
     _lose("fp8_param_gather", _BF16),
+    _in_codes("fp4_param_gather", when=can_gather_in_codes),
     _lose(
         "fp4_param_gather",
         "parameters are held and gathered in bf16, and layers quantise what arrives",
     ),
     _in_codes(
         "reuse_grad_buf_for_mxfp8_param_ag",
-        when=lambda s: s.fp8_param_gather and can_gather_in_fp8(s),
+        when=lambda s: s.fp8_param_gather and can_gather_in_codes(s),
     ),
     _set("reuse_grad_buf_for_mxfp8_param_ag", _AS_MXFP8, gathers_bf16_of_mxfp8),
     _lose("reuse_grad_buf_for_mxfp8_param_ag", _BF16),

@@ -126,13 +126,19 @@ def can_fuse_grads() -> bool:
     return is_te_min_version("2.15.0")
 
 
-def can_gather_in_fp8(settings: Any) -> bool:
-    """Whether gathers in FP8 leave every bit as it is."""
-    # Each weight, or each block of 128 x 128, has one scale, which follows from it, and backward
-    # computes with the same codes as forward.
-    is_exact = settings.fp8 and settings.bf16 and settings.fp8_recipe in ("tensorwise", "blockwise")
+def can_gather_in_codes(settings: Any) -> bool:
+    """Whether gathers in FP8 or FP4 leave every bit as it is.
+
+    The scales of a weight follow from it alone, and backward computes with the same codes as
+    forward, or quantises the weight again, which its gather brings.
+    """
+    is_fp8 = settings.fp8 and settings.fp8_recipe in ("tensorwise", "blockwise", "mxfp8")
+    is_fp4 = settings.fp4 and settings.fp4_recipe == "nvfp4"
+    is_exact = settings.bf16 and (is_fp8 or is_fp4) and not os.getenv("NVTE_BACKWARD_OVERRIDE")
     is_tested = not (settings.te_precision_config_file or settings.use_transformer_engine_op_fuser)
-    return bool(is_exact and is_tested) and not os.getenv("NVTE_BACKWARD_OVERRIDE")
+    is_1d = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
+    is_usual = os.getenv("NVTE_NVFP4_4OVER6", "none") == "none" and not is_1d
+    return bool(is_exact and is_tested and (is_fp8 or is_usual))
 
 
 def gathers_bf16_of_mxfp8(settings: Any) -> bool:

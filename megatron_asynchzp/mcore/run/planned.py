@@ -58,7 +58,7 @@ def plan_of(args: Any, setting: RunShape, run: RunSettings | None = None) -> Pla
         setting.batch,
         run.schedule,
         setting.recompute,
-        Wire(run.grad_dtype.itemsize, gathers_codes=run.sends_codes),
+        _wire(args, run),
         run.moment_nbytes,
         is_on_cpu=args.distributed_backend == "gloo",
         has_loss_scale=args.fp16,
@@ -66,6 +66,16 @@ def plan_of(args: Any, setting: RunShape, run: RunSettings | None = None) -> Pla
         main_grad=run.main_grad_dtype.itemsize,
         offload=run.offload,
     )
+
+
+def _wire(args: Any, run: RunSettings) -> Wire:
+    """Return what travels; a code counts its part of a scale (low_precision.send_codes)."""
+    code_nbytes = {"blockwise": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32}.get(args.fp8_recipe, 1.0)
+    has_directions = not args.fp4 and args.fp8_recipe == "mxfp8"
+    if has_directions and args.recompute_granularity == "full":
+        code_nbytes = (code_nbytes + 2) / 2  # a layer that is recomputed comes in bf16 for backward
+    sent_nbytes = run.sends_codes * (1 / 2 + 1 / 16**2 if args.fp4 else code_nbytes)
+    return Wire(run.grad_dtype.itemsize, code_nbytes=sent_nbytes, has_directions=has_directions)
 
 
 def _seated_kinds(args: Any) -> tuple[str, ...]:

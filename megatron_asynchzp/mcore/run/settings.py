@@ -55,7 +55,7 @@ class RunSettings:
     timeout: timedelta | None = None  # of the engine's communicators; None for torch's own
     starts_differ: bool = False  # ranks initialise differently, and the first rank's values count
     saves_beside_training: bool = False
-    sends_codes: bool = False  # weights of layers that compute in FP8 are gathered in FP8
+    sends_codes: bool = False  # weights of layers in FP8 or FP4 are gathered as codes
     trace: TraceRequest | None = None  # of this rank
     ranks_per_node: int = 1
     communicator_file: str | None = None  # see --nccl-communicator-config-path

@@ -3,7 +3,7 @@
 """Transformer Engine's layers in FP8 or FP4 with bf16 shards.
 
 Owns the demands on the machine, the quantised copies of weights that outlive a layer's call, and
-the weights that travel as FP8 codes.
+the weights that travel as codes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_asynchzp.engine.comm.low_precision_gather import WeightGrid
+from megatron_asynchzp.engine.comm.block_formats import BlockFormat, Mxfp8, Nvfp4, ScaledFp8
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.patches.patch import found_version
 from megatron_asynchzp.planner.activations import FP4_COPIES_NBYTES, FP8_COPIES_NBYTES
@@ -20,7 +20,13 @@ from megatron_asynchzp.versions import Version
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"
 _OWN_GRAPHS = Version(0, 19)  # Megatron's own graphs of layers are tested from here on
-_SIDE = 128  # of a block of Float8BlockScaling
+# Parts of the names of linear layers within each of --recompute-modules; unknown: all.
+_RECOMPUTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("core_attn", "moe_act", "layernorm", "gdn_norm_out"), ()),
+    **dict.fromkeys(("mlp", "moe"), ("mlp.",)),
+    "shared_experts": ("shared_experts.",),
+    "mla_up_proj": ("_up_proj", "linear_q_proj"),
+}
 _ANSWERS = {
     "mxfp8": "is_mxfp8_available",
     "blockwise": "is_fp8_block_scaling_available",
@@ -90,42 +96,61 @@ def _keeps(layer: Any, config: Any) -> bool:
     return is_delayed or is_grouped or not hasattr(type(layer), "is_fsdp2")
 
 
-# ---- gathers in FP8
+# ---- gathers as codes
 
 
 def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None:
-    """Let the weights of layers that compute in FP8 travel as codes (can_gather_in_fp8)."""
+    """Let weights of layers that compute in FP8 or FP4 travel as codes (can_gather_in_codes)."""
+    from megatron.core.fp4_utils import get_fp4_recipe
     from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer
     from transformer_engine.pytorch import fp8  # pyright: ignore[reportMissingImports]
 
-    def grid_of(recipe: Any) -> WeightGrid | None:
-        """Return None for weights that have more scales than one for each code of theirs."""
-        is_blocked = recipe.float8_block_scaling() and recipe.w_block_scaling_dim == 2
-        if not (is_blocked or recipe.float8_current_scaling()):
-            return None
-        weight, side = recipe.fp8_quant_fwd_weight, _SIDE if is_blocked else None
-        return WeightGrid(weight.power_2_scale, weight.amax_epsilon, side)
-
     def is_computing() -> bool:
         state = fp8.FP8GlobalStateManager
-        return state.is_fp8_enabled() and grid_of(state.get_fp8_recipe()) == grid
+        return state.is_fp8_enabled() and _forms_of(state.get_fp8_recipe()) == forms
 
-    grid = grid_of(get_fp8_recipe(config))
-    if grid is None:
+    forms = _forms_of(get_fp4_recipe(config) if config.fp4 else get_fp8_recipe(config))
+    if not forms:
         return
     layers: list[Any] = [
         inner for inner in module.modules() if isinstance(inner, BaseTransformerLayer)
     ]
+    # Layers read one code set twice, or another one in backward unless they keep or recompute.
     weights = {
         param
         for layer in layers
         if not is_first_last_bf16_layer(config, layer.layer_number - 1)
-        for inner in _quantising(layer, config)
+        for name, inner in layer.named_modules()
+        if hasattr(inner, "_fp8_workspaces")
+        and (len(forms) == 1 or not (_keeps(inner, config) or _is_recomputed(name, config)))
+        # Attention that absorbs this weight multiplies with it itself, in bf16.
+        and not (getattr(config, "experimental_attention_variant", None) and "kv_up_proj" in name)
         for param in inner.parameters(recurse=False)
         if param.dim() == 2
     }
     for unit in units:
         named = zip(unit.param_names, unit.params, strict=True)
         names = [name for name, param in named if param in weights]
-        unit.gather_in_fp8(names, grid, is_computing)
+        unit.gather_in_codes(names, forms, is_computing)
+
+
+def _is_recomputed(name: str, config: Any) -> bool:
+    """Return whether the backward of a layer calls its linear layer `name` again."""
+    if config.recompute_granularity != "selective":
+        return False  # the layer is called again as a whole, which its unit notices
+    parts = [part for key in config.recompute_modules for part in _RECOMPUTED.get(key, ("",))]
+    return any(part in name for part in parts)
+
+
+def _forms_of(recipe: Any) -> list[BlockFormat]:
+    """Return the formats in which layers read weights: one, or one for each direction, or none."""
+    is_blocked = recipe.float8_block_scaling() and recipe.w_block_scaling_dim == 2
+    if is_blocked or recipe.float8_current_scaling():
+        weight, side = recipe.fp8_quant_fwd_weight, 128 if is_blocked else None
+        return [ScaledFp8(side, side, weight.power_2_scale, weight.amax_epsilon)]
+    if recipe.mxfp8() and not getattr(recipe, "enable_2d_quantization", False):
+        return [Mxfp8(1, 32), Mxfp8(32, 1)]
+    if recipe.nvfp4() and getattr(recipe, "nvfp4_4over6", "none") == "none":
+        return [Nvfp4(16, 16)] if recipe.fp4_quant_fwd_weight.fp4_2d_quantization else []
+    return []

@@ -49,7 +49,7 @@ def format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _groups_table(
-    groups: dict[str, ShardGroups], ranks_per_node: int, in_fp8: Collection[str]
+    groups: dict[str, ShardGroups], ranks_per_node: int, in_codes: Collection[str]
 ) -> str:
     rows = [("group", "operation", "when", "ranks", "link")]
 
@@ -60,7 +60,7 @@ def _groups_table(
             rows.append((key, operation, when, _format_ranks(ranks), link))
 
     for key, group in groups.items():
-        params = "parameters, weights of FP8 layers in FP8" if key in in_fp8 else "parameters"
+        params = "parameters, FP8 and FP4 weights as codes" if key in in_codes else "parameters"
         add(key, f"gather {params}", "each unit, forward and backward", group.unshard)
         grads = "gradients in bf16" if group.grad_dtype == torch.bfloat16 else "gradients"
         add(key, f"reduce-scatter {grads}", "each unit, each micro-batch", group.grad_reduce)
@@ -180,11 +180,11 @@ def format_start_table(
     model was built in shards.
     """
     keys = {unit: chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
-    in_fp8 = {key for unit, key in keys.items() if unit.fp8_gather is not None}
+    in_codes = {key for unit, key in keys.items() if unit.code_gathers}
     groups = {key: group for key, group in chunks[0].groups.items() if key in keys.values()}
     units = list(keys)
     tables = (
-        _groups_table(groups, ranks_per_node, in_fp8),
+        _groups_table(groups, ranks_per_node, in_codes),
         _states_table(units, groups, moments, _beside_states(chunks, whole_nbytes, moments)),
         _units_table(units),
     )

@@ -92,8 +92,7 @@ def encode(x: torch.Tensor, grid: Grid, dtype: torch.dtype, epsilon: float = 0.0
     top, amax = torch.finfo(dtype).max, amax_of_blocks(x, grid)
     if grid.kind == "e8m0":
         inverse = exponent_of(amax, top)
-        # Source: common/util/ptx.cuh, exp2f_rcp.
-        scale = torch.where(inverse == 0, torch.ones_like(amax), power_of(254 - inverse.int()))
+        scale = power_of(254 - inverse.int())  # common/util/ptx.cuh, exp2f_rcp
     else:
         scale = scale_of(amax, top, grid.kind == "power", epsilon)
         inverse = 1 / scale
@@ -128,7 +127,7 @@ def e2m1_of(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tenso
         low = (torch.bucketize(magnitude, values, right=True) - 1).clamp_max(len(values) - 2)
         share = (magnitude - values[low]) / (values[low + 1] - values[low])
         code = low + (uniform < share)
-    return (code + 8 * (x < 0)).to(torch.uint8)
+    return (code + 8 * x.signbit()).to(torch.uint8)
 
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:

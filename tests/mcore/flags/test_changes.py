@@ -142,9 +142,19 @@ _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
         (_REUSED.replace("mxfp8 ", "blockwise ", 1), "codes", False),
         (_REUSED.replace("mxfp8 ", "tensorwise ", 1), "codes", False),
         (_FUSED_EXPERTS, "2 bytes each instead of 1", True),
-        (_REUSED, "as in stock Megatron 2 bytes a parameter travel", False),
-        (_MXFP8, "2 bytes each instead of 1", True),
-        (f"{_REUSED} --use-megatron-fsdp", "2 bytes each instead of 1", True),
+        (_REUSED, "codes", False),
+        (_MXFP8, "codes", False),
+        (f"{_REUSED} --use-megatron-fsdp", "codes", False),
+        (
+            f"{_REUSED} --use-transformer-engine-op-fuser --num-experts 4",
+            "as in stock Megatron 2 bytes a parameter travel",
+            False,
+        ),
+        (
+            f"{_REUSED} --use-transformer-engine-op-fuser --num-experts 4 --use-megatron-fsdp",
+            "2 bytes each instead of 1",
+            True,
+        ),
         (_REUSED.replace("mxfp8 ", "delayed ", 1), "2 bytes each instead of 1", True),
     ],
 )
@@ -161,6 +171,24 @@ def test_what_becomes_of_gathers_in_fp8_depends_on_what_stock_gathers(parse, lin
     assert not args.fp8_param_gather and not args.reuse_grad_buf_for_mxfp8_param_ag
     again = change_settings(args)
     assert again == [] and getattr(args, "asynchzp_sends_codes", False) == (said == "codes")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sends_codes"),
+    [
+        ("NVTE_NVFP4_4OVER6", "none", True),
+        ("NVTE_NVFP4_4OVER6", "weights", False),
+        ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1", False),
+        ("NVTE_BACKWARD_OVERRIDE", "dequantized", False),
+    ],
+)
+def test_four_bit_codes_travel_where_blocks_are_as_by_default(
+    parse, monkeypatch, name, value, sends_codes
+):
+    monkeypatch.setenv(name, value)
+    args = parse("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather")
+    (told,) = [one for one in change_settings(args) if one.startswith("fp4_param_gather = False: ")]
+    assert ("as codes" in told) == sends_codes == getattr(args, "asynchzp_sends_codes", False)
 
 
 INSTALLATIONS = [

@@ -186,7 +186,7 @@ MUTANTS = [
         "codes-by-the-scale-of-one-rank",
         "weights travel as codes by the scale of the whole weight",
         "engine/comm/low_precision_gather.py",
-        "yield from completed(all_reduce_steps(amax, axes, dist.ReduceOp.MAX))",
+        "yield from completed(all_reduce_steps(agreed, axes, dist.ReduceOp.MAX))",
         "yield from ()",
         (
             "tests/zero/test_codes.py::"
