@@ -231,7 +231,7 @@ FUSED_OR_LATE = {
     "late: delayed": ("delayed", LATE),
     "late: blockwise": ("blockwise", LATE),
     "late: mxfp8, shared": ("mxfp8", f"{LATE} {SHARED}"),
-    "late: mxfp8, codes": ("mxfp8", " ".join([LATE, *GATHERS])),
+    "late: mxfp8, gathered as stock does": ("mxfp8", " ".join([LATE, *GATHERS])),
     "late: nvfp4, recomputed": (
         "nvfp4",
         f"{LATE} --moe-router-padding-for-quantization {LAYERNORM}",

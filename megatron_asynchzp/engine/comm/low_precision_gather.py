@@ -143,8 +143,7 @@ class LowPrecisionGather:
                     columns = param.shape[1] if form.rows else prod(param.shape)
                     first = piece.start - param.range.start
                     shape = columns, form.rows or 1, form.columns or columns
-                    is_one = form.rows is None
-                    parts.append(_Part(numbers[index], *shape, first, place, is_one))
+                    parts.append(_Part(numbers[index], *shape, first, place, form.rows is None))
                 elif piece.numel:
                     plain.append(place)
             self._parts.append(parts)

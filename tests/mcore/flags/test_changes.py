@@ -145,6 +145,7 @@ _REUSED = f"{_MXFP8} --reuse-grad-buf-for-mxfp8-param-ag"
         (_REUSED, "codes", False),
         (_MXFP8, "codes", False),
         (f"{_REUSED} --use-megatron-fsdp", "codes", False),
+        (f"{_MXFP8} --overlap-moe-expert-parallel-comm", "2 bytes each instead of 1", True),
         (
             f"{_REUSED} --use-transformer-engine-op-fuser --num-experts 4",
             "as in stock Megatron 2 bytes a parameter travel",
