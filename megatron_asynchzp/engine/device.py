@@ -26,6 +26,7 @@ the steps so far."""
 class CpuDevice:
     """Operations are complete when they return; only collectives overlap with the host."""
 
+    torch_device = torch.device("cpu")
     runs_ahead = False
     """Whether waiting for a collective only orders streams, so that it may be done early."""
     # No wait is longer than this: between two of them Python sees signals and `is_over`.
@@ -155,7 +156,7 @@ class StreamDevice:
         return ask is not None and ask()
 
     def has_passed(self, event: Any) -> bool:
-        return event.query()
+        return event is not None and event.query()
 
     def synchronize(
         self, event: Any, limit_s: float, is_over: Callable[[], bool] = lambda: False

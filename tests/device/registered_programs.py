@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.engine.device import device_of
@@ -164,7 +165,8 @@ class _Region:
     """Memory of NCCL's allocator in a pool of its own, and a communicator without it."""
 
     def __init__(self, *nbytes: int):
-        device, self.group = device_of_rank(), dist.new_group([*range(dist.get_world_size())])
+        device = device_of_rank()
+        self.group: Any = dist.new_group([*range(dist.get_world_size())])
         dist.all_reduce(torch.zeros(1, device=device), group=self.group)
         self.backend: Any = self.group._get_backend(device)
         self.pool = torch.cuda.MemPool(self.backend.mem_allocator)
@@ -290,7 +292,7 @@ def message_of(kind: str) -> str:
     if kind == "settings":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:native,expandable_segments:True"
     if kind == "version":
-        torch.cuda.nccl.version = lambda: (2, 26, 5)
+        nccl.version = lambda: (2, 26, 5)
     schedule = ScheduleConfig(registers_memory=DOMAIN)
     try:
         if kind == "backend":

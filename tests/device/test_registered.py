@@ -175,7 +175,8 @@ def test_what_cannot_be_registered_is_refused_in_a_line_with_a_remedy(
 
 
 def test_a_close_that_fails_leaves_no_window_where_the_device_is_done(worlds: DeviceWorlds):
-    assert worlds.run(programs.close_after_a_failure, 2) == [("it failed", 0)] * 2
+    law = Delays("on-demand")  # so collectives are under way
+    assert worlds.run(programs.close_after_a_failure, 2, delays=law) == [("it failed", 0)] * 2
 
 
 # ---- Megatron

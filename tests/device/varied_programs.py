@@ -225,7 +225,7 @@ def _two_chunks(name: str, sizes: tuple[int, int, int]) -> Program:
         device = device_of_rank()
         config = ScheduleConfig(keep_params_nbytes=1 << 14)
         driver = start_driver(config, device_of(torch.zeros((), device=device)))
-        budgets = KeepBudgets.of(config, driver, device)
+        budgets = KeepBudgets.of(config, driver)
         groups = _groups_of(sizes, torch.float32)
         models = [_new_model(), _new_model()]
         runtimes = [

@@ -51,7 +51,7 @@ class PipelineStage:
         self.driver = delayed_driver(device, self.config, 0)
         self.submitted: list[list[tuple[str, str]]] = [[]]
         on_submit(self.driver, lambda task: self.submitted[-1].append((task.lane, task.unit)))
-        self.budgets = KeepBudgets.of(self.config, self.driver, torch.device("cpu"))
+        self.budgets = KeepBudgets.of(self.config, self.driver)
         self.chunks = [
             StepScheduler(
                 [new_unit(f"{chunk}.{layer}", shape, groups) for layer in range(stage.layers)],

@@ -119,7 +119,7 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
     else:
         driver, memory = SleepyDriver(sleeps), program.memory
     on_submit(driver, lambda task: outcome.submitted.append((task.lane, task.unit)))
-    budgets = KeepBudgets.of(schedule, driver, torch.device("cpu"))
+    budgets = KeepBudgets.of(schedule, driver)
     depth = 4 // program.num_chunks
     trainers: list[EngineTrainer] = []
     for _ in range(program.num_chunks):

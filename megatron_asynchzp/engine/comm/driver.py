@@ -308,11 +308,11 @@ class Driver:
         self.timeline.note(WAIT, task.name, start)
 
     def run(self, task: Task) -> None:
+        if self.device.runs_ahead:
+            self._watch(task)
         with profiler_range(task.name):
             task.issue()
             task.finish()
-        if self.device.runs_ahead:
-            self._watch(task)
 
     def _watch(self, task: Task) -> None:
         if not task.in_graph:
@@ -353,6 +353,7 @@ class Driver:
         self._watchdog.close()
         if self.roll_call is not None:
             self.roll_call.close()
-        with suppress(TimeoutError):  # memory that the device still uses stays registered
-            self.registered.deregister(ABANDON_S if self.has_failed() else self.limit_s)
+        limit_s = ABANDON_S if self.has_failed() else self.limit_s
+        with suppress(TimeoutError):  # memory that some stream still uses stays registered
+            self.registered.deregister(limit_s, self._watchdog)
         self.raise_failure()

@@ -77,12 +77,13 @@ class MainThreadDriver(Driver):
                 source.wait()
         stream = self.device.on_stream(self._streams[task.lane])
         with FailureContext(self, task), stream, profiler_range(task.name):
+            if self.device.runs_ahead:
+                self._watch(task)  # before, since a launch that fails may leave others under way
             task.issue()
             if self.device.runs_ahead:
                 task.issue_rest()
                 if not task.is_on_its_way:
                     task.finish()
-                self._watch(task)
 
     def complete(self, task: Task) -> None:
         """Complete `task` after all earlier tasks of its lane.

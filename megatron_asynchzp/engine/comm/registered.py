@@ -71,11 +71,12 @@ class RegisteredMemory:
             self._registered.append((backend, pool))
         return memory
 
-    def deregister(self, limit_s: float) -> None:
-        """Deregister all, once the device is done; TimeoutError if that takes over `limit_s`."""
+    def deregister(self, limit_s: float, *events: Any) -> None:
+        """Deregister all after the current stream and `events`, or raise TimeoutError."""
         # NCCL does not wait for kernels that use the memory.
-        if self._registered and not self._device.synchronize(self._device.record_event(), limit_s):
-            raise TimeoutError(f"the device was busy for {limit_s:g} s")
+        for event in (self._device.record_event(), *events) if self._registered else ():
+            if not self._device.synchronize(event, limit_s):
+                raise TimeoutError(f"the device was busy for {limit_s:g} s")
         while self._registered:
             backend, pool = self._registered.pop()
             backend.deregister_mem_pool(pool)

@@ -43,6 +43,10 @@ class Watchdog[Item]:
             self._thread = threading.Thread(target=self._look, name="asynchzp-limit", daemon=True)
             self._thread.start()
 
+    def query(self) -> bool:
+        # Like an event after all items, once it is closed.
+        return all(has_ended() for lane in self._lanes.values() for has_ended, _, _ in lane)
+
     def close(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LONGEST_PAUSE_S)

@@ -75,14 +75,12 @@ _logger = logging.getLogger("megatron_asynchzp")
 class ParamBudget:
     """Parameters that the chunks of a rank keep gathered, in limited memory."""
 
-    def __init__(
-        self, config: ScheduleConfig, driver: Driver, device: torch.device, groups: Iterable[Any]
-    ):
+    def __init__(self, config: ScheduleConfig, driver: Driver, groups: Iterable[Any]):
         budget, new_registered = config.keep_params_nbytes, driver.registered.allocator(groups)
         self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
-        self.arena = Arena(aligned(budget), device, driver.device.record_event, new_registered)
+        self._device, record_event = driver.device.torch_device, driver.device.record_event
+        self.arena = Arena(aligned(budget), self._device, record_event, new_registered)
         self.takes_free_memory = config.keeps_params_in_free_memory
-        self._device = device
         self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
 
     def take_free_memory(self, left_nbytes: int) -> None:

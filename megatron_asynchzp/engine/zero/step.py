@@ -43,16 +43,12 @@ class KeepBudgets:
 
     @classmethod
     def of(
-        cls,
-        config: ScheduleConfig,
-        driver: Driver,
-        device: torch.device,
-        groups: Iterable[ShardGroups] = (),
+        cls, config: ScheduleConfig, driver: Driver, groups: Iterable[ShardGroups] = ()
     ) -> "KeepBudgets":
         params = grads = None
         if config.keep_params_nbytes or config.keeps_params_in_free_memory:
             unshard = [axis.group for of in groups for axis in of.unshard]
-            params = ParamBudget(config, driver, device, unshard)
+            params = ParamBudget(config, driver, unshard)
         if config.keep_grads_nbytes:
             # The current unit's sum counts: unlike its parameters, it is nowhere else in memory.
             grads = Residency[HZPUnit](
@@ -145,8 +141,8 @@ class StepScheduler:
             _refuse_keeping(self.units, "--asynchzp-keep-params-gb")
         if config.keep_grads_nbytes:
             _refuse_keeping(self.units, "--asynchzp-keep-grads-gb")
-        device, all_groups = self.units[0].device, list(dict.fromkeys(u.groups for u in self.units))
-        self.budgets = budgets or KeepBudgets.of(config, driver, device, all_groups)
+        all_groups = list(dict.fromkeys(unit.groups for unit in self.units))
+        self.budgets = budgets or KeepBudgets.of(config, driver, all_groups)
         self.gathers = Gathers(self.units, config, self.memory.params, driver, self.budgets.params)
         self.early_sends, self.use_order = self.gathers.early_sends, self.gathers.use_order
         pieces = {

@@ -287,9 +287,7 @@ def shard_chunks(
         communication = Communication(
             schedule, device_of(params[0]), settings.trace, settings.number_of_step
         )
-        communication.budgets = KeepBudgets.of(
-            schedule, communication.driver, device, groups.values()
-        )
+        communication.budgets = KeepBudgets.of(schedule, communication.driver, groups.values())
         # Megatron's writer itself copies tensors of an accelerator.
         takes_snapshots = settings.saves_beside_training and device.type == "cpu"
         if construction is not None:

@@ -264,8 +264,8 @@ MUTANTS = [
         "windows-without-a-wait",
         "memory is deregistered only when the device is done with it",
         "engine/comm/registered.py",
-        "if self._registered and not",
-        "if False and not",
+        "(self._device.record_event(), *events) if self._registered else ()",
+        "()",
         (
             "tests/device/test_registered.py::"
             "test_memory_is_deregistered_only_when_the_device_is_done_with_it"
