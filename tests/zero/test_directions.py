@@ -73,9 +73,13 @@ def trained(
     for block in model.blocks:
         block.up, block.down = Linear(32, 96), Linear(96, 32)
         block.up.form = block.down.form = name
+        for linear in (block.up, block.down):  # by rows and by columns codes have other values
+            sides = [torch.randint(-16, 1, (size,)) for size in linear.weight.shape]
+            linear.weight.data *= 2.0 ** (sides[0][:, None] + sides[1])
     model.bfloat16()
     schedule = ScheduleConfig(kind=kind, keep_params_nbytes=keep_nbytes)
     trainer = EngineTrainer(model, sizes, schedule=schedule)
+    trainer.optimizer.param_groups[0]["lr"] = 1e-6  # small weights stay small
     for unit in trainer.runtime.units if in_codes else ():
         names = [name for name in unit.param_names if "up.weight" in name or "down.weight" in name]
         unit.gather_in_codes(names, FORMS[name], lambda: True)
