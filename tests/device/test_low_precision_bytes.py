@@ -227,7 +227,8 @@ def test_gathers_in_mxfp8_and_nvfp4_have_the_bits_of_those_in_bf16_and_fewer_byt
     plain, coded = te_worlds.run(train_on_a_slow_network, 2, line, timeout_s=850, env=env)[0]
     print(plain, coded)
     assert coded.losses == plain.losses and len({loss for loss, _ in plain.losses}) == 6
-    assert plain.agreed == 0 < coded.agreed
+    # Of codes by rows alone shards cut none.
+    assert plain.agreed == 0 and (coded.agreed > 0) == ("full" not in more)
     assert (coded.gathered + coded.agreed) / plain.gathered <= share
     assert min(coded.step_ms) < min(plain.step_ms)
 
