@@ -108,10 +108,10 @@ def shard(
     Raises:
         ConfigurationError: Invalid sizes or parameters, or calls that differ between ranks.
     """
+    unit_modules = checked_units(model, units, param_dtype)
     call = checked_call(
         sizes, optimizer, group, schedule, param_dtype, cast_forward_inputs, device, offload
     )
-    unit_modules = checked_units(model, units, param_dtype)
     check_model(model, unit_modules, call)
     watch_optimizers()
     runtime, parts = runtime_of(model, unit_modules, call)

@@ -29,7 +29,9 @@ def there_and_back(
 
     blocks = Blocks(levels, whole, spread)
     codes = form.encode(values.reshape(-1), blocks)
-    decoded = form.decode(codes, blocks).bfloat16()
+    factors, scale = form.factors(levels, whole)
+    decoded = torch.empty_like(values.reshape(-1), dtype=torch.bfloat16)
+    form.decode(codes, spread(factors), scale, decoded)
     return levels, codes.view(len(values), -1), decoded.view(values.shape)
 
 

@@ -83,9 +83,9 @@ def submissions_of_a_step(
     runtime, events = trainer.runtime, []
     use = runtime.gathers.unshard
 
-    def noted_use(unit):
+    def noted_use(unit, direction):
         events.append(f"use {unit.name}")
-        use(unit)
+        use(unit, direction)
 
     on_submit(runtime.driver, lambda task: events.append(task.name))
     runtime.gathers.unshard = noted_use

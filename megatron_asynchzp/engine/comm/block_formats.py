@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, override
 
 import torch
+from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX, _FP4_MAX, _FP32_MAX = 448.0, 6.0, torch.finfo(torch.float32).max
@@ -27,9 +28,9 @@ _FP8_MAX, _FP4_MAX, _FP32_MAX = 448.0, 6.0, torch.finfo(torch.float32).max
 class Blocks(NamedTuple):
     """The blocks of some elements, 1-D, of a weight."""
 
-    levels: torch.Tensor  # of `level_dtype`
-    whole: torch.Tensor  # the largest magnitude of the weight; 0 if the format does not need it
-    spread: Callable[[torch.Tensor], torch.Tensor]  # to each element the value of its block
+    levels: Tensor  # of `level_dtype`
+    whole: Tensor  # the largest magnitude of the weight; 0 if the format does not need it
+    spread: Callable[[Tensor], Tensor]  # to each element the value of its block
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,20 @@ class BlockFormat(ABC):
         return len(shape) == 2 and all(size % side == 0 for size in shape)
 
     @abstractmethod
-    def levels(self, amax: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def levels(self, amax: Tensor, whole: Tensor) -> Tensor:
         """Return the levels of blocks from their largest magnitudes (fp32)."""
 
     @abstractmethod
-    def encode(self, values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def encode(self, values: Tensor, blocks: Blocks) -> Tensor:
         """Return the codes of bf16 values, uint8."""
 
+    def factors(self, levels: Tensor, wholes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `decode` takes of each block and of each weight."""
+        return levels, wholes
+
     @abstractmethod
-    def decode(self, codes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        """Return the values of codes, fp32."""
+    def decode(self, codes: Tensor, factors: Tensor, whole: Tensor, out: Tensor) -> None:
+        """Write the values of codes by the factors of each element's block."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,10 @@ class ScaledFp8(BlockFormat):
         return self.rows is None or len(shape) == 2
 
     @override
-    def levels(self, amax: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def levels(self, amax: Tensor, whole: Tensor) -> Tensor:
         return amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # not every maximum keeps a NaN
 
-    def _scales(self, amax: torch.Tensor) -> torch.Tensor:
+    def _scales(self, amax: Tensor) -> Tensor:
         """Return the layers' scales (recipe_common.cuh, compute_scale_from_amax)."""
         raised = amax.clamp_min(self.epsilon)
         scale = (torch.full_like(raised, _FP8_MAX) / raised).clamp_max(_FP32_MAX)
@@ -92,19 +97,23 @@ class ScaledFp8(BlockFormat):
         return scale
 
     @override
-    def encode(self, values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def encode(self, values: Tensor, blocks: Blocks) -> Tensor:
         return (values * blocks.spread(self._scales(blocks.levels))).to(FP8).view(torch.uint8)
 
     @override
-    def decode(self, codes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        return codes.view(FP8).float() * blocks.spread(1 / self._scales(blocks.levels))
+    def factors(self, levels: Tensor, wholes: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 / self._scales(levels), wholes
+
+    @override
+    def decode(self, codes: Tensor, factors: Tensor, whole: Tensor, out: Tensor) -> None:
+        torch.mul(codes.view(FP8).float(), factors, out=out)
 
 
 class Mxfp8(BlockFormat):
     """A power of two for 32 elements of a row, of a column, or for 32 x 32; level: its exponent."""
 
     @override
-    def levels(self, amax: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def levels(self, amax: Tensor, whole: Tensor) -> Tensor:
         """Return the layers' exponents (ptx.cuh, float_to_e8m0)."""
         bits = (amax * torch.full_like(amax, 1 / _FP8_MAX)).view(torch.int32)
         exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
@@ -113,19 +122,19 @@ class Mxfp8(BlockFormat):
         return exponent.to(torch.uint8)
 
     @override
-    def encode(self, values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def encode(self, values: Tensor, blocks: Blocks) -> Tensor:
         scaled = values * blocks.spread(_power_of_two(254 - blocks.levels))
         return scaled.clamp_(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)
 
     @override
-    def decode(self, codes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def decode(self, codes: Tensor, factors: Tensor, whole: Tensor, out: Tensor) -> None:
         values = codes.view(FP8).float()
         # Of 224 the layer would take half the scale, of 225, which has the same code, this one.
         values = torch.where(values.abs() == 224, values * (225 / 224), values)
-        return values * blocks.spread(_power_of_two(blocks.levels))
+        torch.mul(values, _power_of_two(factors), out=out)
 
 
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+def _power_of_two(exponents: Tensor) -> Tensor:
     """Return the fp32 numbers of biased exponents, uint8; 255, which is its own inverse, is NaN."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
@@ -144,13 +153,13 @@ class Nvfp4(BlockFormat):
     needs_whole = True
 
     @override
-    def levels(self, amax: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def levels(self, amax: Tensor, whole: Tensor) -> Tensor:
         sixth = torch.reciprocal(torch.full_like(whole, _FP4_MAX))
         scaled = (amax * (_whole_scale(whole) * sixth)).clamp_max(_FP8_MAX)
         return scaled.to(FP8).view(torch.uint8)
 
     @override
-    def encode(self, values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def encode(self, values: Tensor, blocks: Blocks) -> Tensor:
         inverse = blocks.levels.view(FP8).float() * (1 / _whole_scale(blocks.whole))
         scaled = values * blocks.spread((1 / inverse).clamp_max(_FP32_MAX))
         middles = torch.tensor(_FP4_MIDDLES, device=values.device)
@@ -160,18 +169,22 @@ class Nvfp4(BlockFormat):
         return (codes[::2] + 16 * codes[1::2]).to(torch.uint8)
 
     @override
-    def decode(self, codes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    def factors(self, levels: Tensor, wholes: Tensor) -> tuple[Tensor, Tensor]:
+        finite = torch.where(wholes.isfinite(), wholes, torch.nan)
+        return levels.view(FP8).float(), _whole_scale(finite)
+
+    @override
+    def decode(self, codes: Tensor, factors: Tensor, whole: Tensor, out: Tensor) -> None:
         pairs = torch.stack((codes & 15, codes >> 4), -1).view(-1).int()
-        levels, magnitudes = blocks.spread(blocks.levels), pairs & 7
-        # Of a largest 3 or 4 the layer would take another one of the least scales, 2 ** -9 and -8.
-        raised = 0.25 * ((levels == 1) & (magnitudes == 5))
-        raised += 0.75 * ((levels == 2) & (magnitudes == 6))
+        magnitudes = pairs & 7
+        # Of a largest 3 or 4 the layer would take another one of the least scales.
+        raised = 0.25 * ((factors == 2.0**-9) & (magnitudes == 5))
+        raised += 0.75 * ((factors == 2.0**-8) & (magnitudes == 6))
         values = torch.tensor(_FP4_VALUES, device=codes.device)[magnitudes] + raised
         values *= 1 - 2 * (pairs >> 3)
-        whole = torch.where(blocks.whole.isfinite(), blocks.whole, torch.nan)
-        return values * blocks.spread(blocks.levels.view(FP8).float()) / _whole_scale(whole)
+        torch.div(values * factors, whole, out=out)
 
 
-def _whole_scale(amax: torch.Tensor) -> torch.Tensor:
+def _whole_scale(amax: Tensor) -> Tensor:
     scale = (torch.full_like(amax, _FP8_MAX * _FP4_MAX) / amax).clamp_max(_FP32_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -5,11 +5,12 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, starmap
+from itertools import accumulate, pairwise, starmap
 from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_asynchzp.engine.comm.block_formats import BlockFormat, Blocks
@@ -27,7 +28,7 @@ from megatron_asynchzp.engine.sharding.topology import Range
 _MOST_AT_ONCE = 2**20  # elements that are converted through fp32 at a time
 _LEVELS_ALIGNMENT = 32  # bytes
 
-_Levels = Sequence[torch.Tensor]  # of each part
+_Levels = Sequence[Tensor]  # of each part
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class _Part:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the bands that the part touches."""
         bands = self._bands(self.place)[0]
         return (bands.stop - bands.start) * self.blocks_per_band
 
@@ -72,8 +72,7 @@ class _Part:
         ends = [start, *range(start - self.first % most + most, stop, most), stop]
         return list(starmap(slice, pairwise(ends)))
 
-    def magnitudes(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each block here, fp32."""
+    def magnitudes(self, shard: Tensor) -> Tensor:
         if self.is_one_block:
             amaxes = [shard[piece].abs().amax() for piece in self.pieces()]
             return torch.stack(amaxes).amax(0, keepdim=True).float()
@@ -88,7 +87,7 @@ class _Part:
             amax.view(-1, self.blocks_per_band)[bands] = blocks.abs().amax((1, 3)).float()
         return amax
 
-    def expand(self, piece: slice, of_blocks: torch.Tensor) -> torch.Tensor:
+    def expand(self, piece: slice, of_blocks: Tensor) -> Tensor:
         """Return each element's block value; a single one if the weight is one block."""
         if self.is_one_block:  # 1-D: torch would round a 0-dim tensor to bf16
             return of_blocks
@@ -167,9 +166,7 @@ class LowPrecisionGather:
     def is_shorter(self) -> bool:
         return self.message_nbytes < 2 * self._numel
 
-    def steps(
-        self, shard: torch.Tensor, place: int, full: torch.Tensor, axes: Sequence[AxisGroup]
-    ) -> Steps:
+    def steps(self, shard: Tensor, place: int, full: Tensor, axes: Sequence[AxisGroup]) -> Steps:
         """Gather `shard`, number `place`, into `full`, like all_gather_steps.
 
         Both are 1-D and bf16 and share no memory.
@@ -191,28 +188,21 @@ class LowPrecisionGather:
         last = yield from all_gather_steps(own, wire, axes)
         return followed_by(last, partial(self._decode, wire, wholes, full))
 
-    def _agree(
-        self, agreed: torch.Tensor, place: int, levels: _Levels, axes: Sequence[AxisGroup]
-    ) -> Steps:
+    def _agree(self, most: Tensor, place: int, levels: _Levels, axes: Sequence[AxisGroup]) -> Steps:
         """Raise the levels of blocks that shards cut to the largest of all ranks."""
         shared = [
-            (own[blocks], agreed[self._cut[part.number, band]])
+            (own[blocks], most[self._cut[part.number, band]])
             for part, own in zip(self._parts[place], levels, strict=True)
             for band, blocks in part.cut_bands()
         ]
         for own, target in shared:
             target.copy_(torch.maximum(target, own))
-        yield from completed(all_reduce_steps(agreed, axes, dist.ReduceOp.MAX))
+        yield from completed(all_reduce_steps(most, axes, dist.ReduceOp.MAX))
         for own, target in shared:
             own.copy_(target)
 
     def _encode(
-        self,
-        shard: torch.Tensor,
-        place: int,
-        levels: _Levels,
-        wholes: torch.Tensor,
-        message: torch.Tensor,
+        self, shard: Tensor, place: int, levels: _Levels, wholes: Tensor, message: Tensor
     ) -> None:
         form, sent = self._form, message[self._codes_nbytes :][: self._levels_nbytes]
         offset, per_byte = 0, form.codes_per_byte
@@ -227,35 +217,32 @@ class LowPrecisionGather:
         for source, target in _packed(self._plain[place]):
             rest[target].copy_(shard[source])
 
-    def _decode(self, wire: torch.Tensor, wholes: torch.Tensor, full: torch.Tensor) -> None:
+    def _decode(self, wire: Tensor, wholes: Tensor, full: Tensor) -> None:
         form, per_byte = self._form, self._form.codes_per_byte
-        for place, message in enumerate(wire.view(len(self._parts), self.message_nbytes)):
+        messages = wire.view(len(self._parts), self.message_nbytes)
+        levels = messages[:, self._codes_nbytes :][:, : self._levels_nbytes].clone()
+        of_blocks, of_weights = form.factors(levels.view(form.level_dtype), wholes)
+        for place, message in enumerate(messages):
             target = full[place * self._numel :][: self._numel]
             # From front to back, each byte that is read writes 2 * per_byte, which overwrites the
             # message from byte `ahead` on before it is read.
             ahead = (message.data_ptr() - target.data_ptr()) // (2 * per_byte - 1)
             ahead = min(ahead, self._codes_nbytes) // _LEVELS_ALIGNMENT * _LEVELS_ALIGNMENT
-            late = message[ahead:].clone()
-            rest, offset = late[self._codes_nbytes - ahead :], 0
+            late, offset = message[ahead:].clone(), 0
             for part in self._parts[place]:
-                nbytes = part.num_blocks * form.level_dtype.itemsize
-                levels = rest[offset : offset + nbytes].view(form.level_dtype)
-                offset += nbytes
+                factors = of_blocks[place, offset : offset + part.num_blocks]
+                offset += part.num_blocks
                 for piece in part.pieces():
                     start, stop = piece.start // per_byte, piece.stop // per_byte
                     codes = late[start - ahead :] if start >= ahead else message[start:]
-                    blocks = Blocks(levels, wholes[part.number], partial(part.expand, piece))
-                    target[piece].copy_(form.decode(codes[: stop - start], blocks))
-            plain = rest[self._levels_nbytes :].view(full.dtype)
+                    codes, own = codes[: stop - start], part.expand(piece, factors)
+                    form.decode(codes, own, of_weights[part.number], target[piece])
+            plain = late[self._codes_nbytes + self._levels_nbytes - ahead :].view(full.dtype)
             for back, source in _packed(self._plain[place]):
                 target[back].copy_(plain[source])
 
 
 def _packed(parts: Sequence[slice]) -> list[tuple[slice, slice]]:
     """Return each part with its position when all lie one after the other."""
-    offset, pairs = 0, list[tuple[slice, slice]]()
-    for part in parts:
-        length = part.stop - part.start
-        pairs.append((part, slice(offset, offset + length)))
-        offset += length
-    return pairs
+    ends = accumulate(part.stop - part.start for part in parts)
+    return [(part, slice(end + part.start - part.stop, end)) for part, end in zip(parts, ends)]

@@ -186,7 +186,7 @@ MUTANTS = [
         "codes-by-the-scale-of-one-rank",
         "weights travel as codes by the scale of the whole weight",
         "engine/comm/low_precision_gather.py",
-        "yield from completed(all_reduce_steps(agreed, axes, dist.ReduceOp.MAX))",
+        "yield from completed(all_reduce_steps(most, axes, dist.ReduceOp.MAX))",
         "yield from ()",
         (
             "tests/zero/test_codes.py::"
@@ -221,8 +221,8 @@ MUTANTS = [
         "codes-overwritten-before-they-are-read",
         "each byte of a message is read before it is written",
         "engine/comm/low_precision_gather.py",
-        "late = message[ahead:].clone()",
-        "late = message[ahead:]",
+        "late, offset = message[ahead:].clone(), 0",
+        "late, offset = message[ahead:], 0",
         "tests/zero/test_codes.py::test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes[2-sizes0]",
     ),
     Mutant(
