@@ -6,8 +6,17 @@ from unittest import mock
 
 import torch
 
-# To count devices would be the first use of CUDA, after which no rank can be forked.
-with mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1):
+# To count devices, or to ask what they are, would be the first use of CUDA, after which no rank can
+# be forked. Megatron-core 0.20 asks.
+_ANSWERS = {
+    "is_available": True,
+    "device_count": 1,
+    "get_device_name": "emulated",
+    "get_device_capability": (9, 0),
+    "get_device_properties": None,
+}
+_ASKED = {name: lambda *_, answer=answer: answer for name, answer in _ANSWERS.items()}
+with mock.patch.multiple(torch.cuda, **_ASKED):
     from scripts.testbed.te.environment import install
 
     install()
