@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -227,6 +228,12 @@ def _random_numbers_kept() -> Iterator[None]:
             generator.set_state(state)
 
 
+def capture_backward(runner: Any, capture: Callable) -> None:
+    for param in runner.params_to_backprop:  # 0.20 skips those that an earlier capture has marked
+        param.grad_added_to_main_grad = False
+    capture()
+
+
 @replaces(
     "megatron.core.transformer.cuda_graphs.create_cudagraphs",
     "",
@@ -250,6 +257,8 @@ def capture_recorded(original: Callable) -> Any:
         # torch captures no backward whose nodes are those of the default stream.
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
+        for runner in runners:
+            runner.create_bwd_graph = partial(capture_backward, runner, runner.create_bwd_graph)
         with torch.cuda.stream(aside), _random_numbers_kept(), _named_failure("local"):
             result = original()
         here.wait_stream(aside)

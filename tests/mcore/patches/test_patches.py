@@ -380,3 +380,16 @@ def test_a_fault_of_the_machine_or_of_the_data_is_raised_before_anything_is_buil
     )
     with pytest.raises(ConfigurationError, match="^it lacks something$"):
         get_model(None)
+
+
+def test_each_captured_backward_of_a_layer_adds_its_gradients():
+    """Megatron-core 0.20 adds none where an earlier capture has marked the parameter."""
+    param, added = Namespace(grad_added_to_main_grad=False), []
+
+    def capture() -> None:
+        added.append(not param.grad_added_to_main_grad)
+        param.grad_added_to_main_grad = True
+
+    for _ in range(3):
+        model.capture_backward(Namespace(params_to_backprop=[param]), capture)
+    assert added == [True] * 3
