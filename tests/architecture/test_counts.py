@@ -8,7 +8,7 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 40047,
+    "lines": 40042,
     "docstring words": 36248,
     "docstring lines": 3344,
     "raise ConfigurationError": 252,

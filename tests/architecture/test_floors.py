@@ -34,7 +34,7 @@ BUDGETS = {
     "cpu_platform": 925,
     "engine, beside its rooms": 303,
     "engine/at_rest": 734,
-    "engine/comm": 2604,
+    "engine/comm": 2599,
     "engine/failure": 847,
     "engine/sharding": 1688,
     "engine/zero": 4727,

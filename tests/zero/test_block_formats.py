@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_asynchzp.engine.comm.block_formats import BlockFormat, Blocks, Mxfp8, Nvfp4
+from megatron_asynchzp.engine.comm.block_formats import BlockFormat, Blocks, Mxfp8, Nvfp4, ScaledFp8
 from tests.support.selection import slow_unless
 
 NUM_FINITE = 0x7F80  # bf16 numbers from 0 on
@@ -113,3 +114,21 @@ def test_what_is_not_finite_does_not_arrive_as_a_number(form: BlockFormat):
         whole = amax[0].nan_to_num(torch.inf, torch.inf)
         _, _, decoded = there_and_back(form, values, amax, whole)
         assert not decoded[0, 5].isfinite()
+
+
+class _FromHost(TorchDispatchMode):
+    """Fails where a tensor is made of numbers on the host: on a device the copy holds the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.lift_fresh.default, "a tensor of numbers on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "form", [ScaledFp8(), ScaledFp8(128, 128, True), Mxfp8(1, 32), Nvfp4(16, 16)]
+)
+def test_coding_copies_nothing_from_the_host(form):
+    values = torch.linspace(-3.0, 5.0, 64).bfloat16().view(2, 32)
+    amax, whole = values.abs().amax(1), values.abs().amax().float()
+    with _FromHost():
+        there_and_back(form, values, amax, whole)

@@ -139,10 +139,6 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
-_FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 class Nvfp4(BlockFormat):
     """E2M1 codes in blocks of 16 x 16, or of 16 elements of a row or a column.
 
@@ -162,10 +158,10 @@ class Nvfp4(BlockFormat):
     def encode(self, values: Tensor, blocks: Blocks) -> Tensor:
         inverse = blocks.levels.view(FP8).float() * (1 / _whole_scale(blocks.whole))
         scaled = values * blocks.spread((1 / inverse).clamp_max(_FP32_MAX))
-        middles = torch.tensor(_FP4_MIDDLES, device=values.device)
+        # 0, 0.5, 1, 1.5, 2, 3, 4, 6; ties go to even codes. A table would be copied from the host.
         magnitude = scaled.abs().clamp_max(_FP4_MAX)
-        below, above = (torch.bucketize(magnitude, middles, right=up) for up in (False, True))
-        codes = torch.where(below % 2 == 0, below, above) + 8 * scaled.signbit()  # ties to even
+        codes = torch.where(magnitude < 4, magnitude.round() + 2, (magnitude / 2).round() + 4)
+        codes = torch.where(magnitude < 2, (2 * magnitude).round(), codes) + 8 * scaled.signbit()
         return (codes[::2] + 16 * codes[1::2]).to(torch.uint8)
 
     @override
@@ -180,8 +176,8 @@ class Nvfp4(BlockFormat):
         # Of a largest 3 or 4 the layer would take another one of the least scales.
         raised = 0.25 * ((factors == 2.0**-9) & (magnitudes == 5))
         raised += 0.75 * ((factors == 2.0**-8) & (magnitudes == 6))
-        values = torch.tensor(_FP4_VALUES, device=codes.device)[magnitudes] + raised
-        values *= 1 - 2 * (pairs >> 3)
+        in_fp8 = torch.where(magnitudes < 2, 48 * magnitudes, 48 + 4 * magnitudes).to(torch.uint8)
+        values = (in_fp8.view(FP8).float() + raised) * (1 - 2 * (pairs >> 3))
         torch.div(values * factors, whole, out=out)
 
 

@@ -71,22 +71,22 @@ def faults_of_machine(args: Any) -> Iterator[str]:
 
 def forget_copies(module: nn.Module, config: Any) -> None:
     """Make layers quantise the gathered weight again in backward instead of keeping copies."""
-    for layer in _quantising(module, config):
+    for _, layer in _quantising(module, config):
         if not _keeps(layer, config):
             layer._is_fsdp2 = True
 
 
 def kept_nbytes(module: nn.Module, config: Any) -> int:
     """Return the most bytes of copies that layers still keep: two of a weight, one transposed."""
-    layers = [layer for layer in _quantising(module, config) if _keeps(layer, config)]
+    layers = [layer for _, layer in _quantising(module, config) if _keeps(layer, config)]
     weights = [param for layer in layers for param in layer.parameters(recurse=False)]
     nbytes = FP4_COPIES_NBYTES if config.fp4 else FP8_COPIES_NBYTES
     return round(nbytes * sum(weight.numel() for weight in weights if weight.dim() == 2))
 
 
-def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
+def _quantising(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
     if config.fp8 or config.fp4:
-        yield from (layer for layer in module.modules() if hasattr(layer, "_fp8_workspaces"))
+        yield from (n for n in module.named_modules() if hasattr(n[1], "_fp8_workspaces"))
 
 
 def _keeps(layer: Any, config: Any) -> bool:
@@ -121,9 +121,8 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
         param
         for layer in layers
         if not is_first_last_bf16_layer(config, layer.layer_number - 1)
-        for name, inner in layer.named_modules()
-        if hasattr(inner, "_fp8_workspaces")
-        and (len(forms) == 1 or not (_keeps(inner, config) or _is_recomputed(name, config)))
+        for name, inner in _quantising(layer, config)
+        if (len(forms) == 1 or not (_keeps(inner, config) or _is_recomputed(name, config)))
         # Attention that absorbs this weight multiplies with it itself, in bf16.
         and not (getattr(config, "experimental_attention_variant", None) and "kv_up_proj" in name)
         for param in inner.parameters(recurse=False)
