@@ -132,3 +132,29 @@ def test_coding_copies_nothing_from_the_host(form):
     amax, whole = values.abs().amax(1), values.abs().amax().float()
     with _FromHost():
         there_and_back(form, values, amax, whole)
+
+
+def test_the_exponent_of_an_mxfp8_block_is_the_least_whose_scale_covers_its_largest_magnitude():
+    powers = [-126.0, -125.0, -3.0, 0.0, 7.0, 119.0]
+    covered = torch.tensor([448 * 2.0**power for power in powers])
+    form, none = Mxfp8(1, 32), torch.zeros(())
+    assert form.levels(covered, none).tolist() == [127 + power for power in powers]
+    above = form.levels(covered * (1 + 2.0**-7), none).tolist()
+    assert above == [128 + power for power in powers]
+    # Subnormal scales are 2 ** -127 or the least normal one; infinity and NaN as the layers do.
+    edges = [0.0, 448 * 2.0**-127, 448 * 2.0**-127 * 1.25, torch.inf, torch.nan]
+    assert form.levels(torch.tensor(edges), none).tolist() == [0, 0, 1, 254, 255]
+
+
+@pytest.mark.parametrize(
+    ("form", "fitting", "other"),
+    [
+        (Mxfp8(1, 32), [(64, 96)], [(64, 80), (80, 64), (64,), (2, 64, 64)]),
+        (Mxfp8(32, 1), [(64, 96)], [(64, 80), (80, 64)]),
+        (Nvfp4(16, 16), [(48, 16)], [(48, 24), (24, 48)]),
+        (ScaledFp8(128, 128), [(130, 7)], [(128,)]),
+        (ScaledFp8(), [(5,), (2, 3, 4)], []),
+    ],
+)
+def test_weights_that_layers_take_in_a_format_travel_in_it_and_no_others(form, fitting, other):
+    assert all(map(form.fits, fitting)) and not any(map(form.fits, other))
