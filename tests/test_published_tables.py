@@ -5,10 +5,9 @@
 import pytest
 
 from scripts.report import compare_front, figures, schedule_grid
-from scripts.report.add_record import added
 from scripts.report.compare_rows import Row
 from scripts.report.parity_table import parity_table
-from scripts.report.records import RecordsError, append, read_record
+from scripts.report.records import RecordsError, read_record
 
 
 def test_the_front_has_whom_nobody_beats_in_both_time_and_memory():
@@ -44,12 +43,3 @@ def test_a_figure_that_a_test_sets_is_one_that_the_test_has(tmp_path):
     for text in ("3", "5", "2", "1.50", "1e-6", "31"):
         with pytest.raises(LookupError, match=f"does not have {text}"):
             figures.stated(str(source), text)
-
-
-def test_a_record_names_no_folder_of_the_machine(tmp_path):
-    file, machine = tmp_path / "out.jsonl", {"kind": "machine", "date": "2026-11-27"}
-    append(file, machine | {"command": f"python -m x --out {file} --steps 3"}, {"step_ms": [1]})
-    assert added(file) == (
-        [machine | {"command": "python -m x --out FILE --steps 3"}],
-        [{"step_ms": [1]}],
-    )

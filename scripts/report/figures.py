@@ -205,6 +205,21 @@ FIGURES: dict[str, Callable[..., str]] = {
 }
 
 
+# Of kinds whose first word is not the name of their record.
+_RECORDS = {"step": "schedules", "published": "planner_published", "shrunk": "shrunk_models"}
+
+
+def record_of(name: str) -> str | None:
+    """The record that a figure is made from; None for what a test or a script sets."""
+    kind, *arguments = name.split("; ")
+    if kind in ("recorded", "stated"):
+        place = Path(arguments[0])
+        return place.stem if kind == "recorded" or place.suffix == ".jsonl" else None
+    if kind.startswith("compare") and arguments[0].startswith("pipelines "):
+        return "compare_pipelines"
+    return _RECORDS.get(kind.split()[0], kind.split()[0])
+
+
 def figure(name: str) -> str:
     """Raises KeyError for a kind that is not known, NotRecorded without a record."""
     kind, *arguments = name.split("; ")

@@ -87,6 +87,8 @@ def provenance(name: str) -> str:
         found = {"Python": first["python"], **first["versions"]}
         parts += [f"{first['cpus']} cores"] if first["cpus"] != 2 else []
         parts += [f"{name} {it}" for name, it in found.items() if it and it != USUAL.get(name)]
+    at = dict.fromkeys(run["measured_commit"] for run in runs if "measured_commit" in run)
+    parts += [f"commit {' and '.join(at)}"] if at else []
     if commits := sorted({run["commit"] for run in runs if "commit" in run}):
         made = f"at commit {', '.join(commits)}"
     else:
@@ -212,6 +214,12 @@ def draw_picture(name: str, file: Path) -> None:
     picture = PICTURES[name]
     if picture.draw is not None:
         picture.draw(read_record(picture.record) if picture.record else Record([], []), file)
+
+
+def record_of(name: str) -> str:
+    """The record that a table is made from."""
+    kind, _, argument = name.partition(" ")
+    return argument if kind == "provenance" else TABLES[name].record
 
 
 def table(name: str) -> str:

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.report.figures import figure
-from scripts.report.published import PICTURES, draw_picture, table
+from scripts.report import figures, published
+from scripts.report.published import PICTURES, draw_picture
 from scripts.report.records import EXPECTED, NotRecorded
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,21 @@ def rebuilt(text: str) -> tuple[str, list[str]]:
 
         return replace
 
-    text = _TABLE.sub(again(table, "<!-- table: {name} -->\n\n{made}\n\n<!-- end -->"), text)
-    text = _FIGURE.sub(again(figure, "<!-- = {name} -->{made}<!-- -->"), text)
+    text = _TABLE.sub(
+        again(published.table, "<!-- table: {name} -->\n\n{made}\n\n<!-- end -->"), text
+    )
+    text = _FIGURE.sub(again(figures.figure, "<!-- = {name} -->{made}<!-- -->"), text)
     return text, problems
+
+
+def cited(document: Path) -> set[str]:
+    """Names of the records that a document names, or has tables, figures and pictures of."""
+    text = document.read_text()
+    names = {published.record_of(" ".join(name.split())) for name, _ in _TABLE.findall(text)}
+    names |= {figures.record_of(" ".join(name.split())) for name, _ in _FIGURE.findall(text)}
+    names |= set(re.findall(r"docs/results/records/(\w+)\.jsonl", text))
+    names |= {picture.record for name, picture in PICTURES.items() if f"/{name})" in text}
+    return {name for name in names if name}
 
 
 def main(argv: list[str]) -> int:

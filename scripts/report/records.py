@@ -17,12 +17,11 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 EXPECTED = {
     *("census", "checkpoints", "clusters", "compare", "compare unlimited", "host_cost"),
     *("mutants", "generated_mutants", "parity", "early_update", "early_timeline"),
-    *("pasa_accuracy", "pasa_kernels", "pasa_training", "peaks", "pipeline", "planner_published"),
-    *("planner_testbed", "device_schedules", "device_faults", "versions"),
-    *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
-    *("shrunk_models", "muon", "compare_pipelines", "unequal_lengths", "weight_deltas"),
-    *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes", "scale"),
-    *("offload", "graph_host_cost", "overlap", "sub_samples"),
+    *("pasa_accuracy", "pasa_kernels", "pasa_training", "peaks", "planner_published"),
+    *("planner_testbed", "scale", "offload", "graph_host_cost", "overlap", "sub_samples"),
+    *("device_schedules", "device_faults", "versions", "quickstart", "schedules", "stock_noise"),
+    *("timeline", "grad_wire", "shrunk_models", "muon", "compare_pipelines", "weight_deltas"),
+    *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes"),
 }
 
 
@@ -74,9 +73,11 @@ def append(file: Path, *records: dict) -> None:
 
 
 def replace(file: Path, records: Iterable[dict]) -> None:
-    """As `append`, in place of what the file had."""
-    file.unlink(missing_ok=True)
-    append(file, *records)
+    """As `append`, in place of what the file had; an interruption leaves one of the two whole."""
+    new = file.with_name(f"{file.name}.new")
+    new.unlink(missing_ok=True)
+    append(new, *records)
+    new.replace(file)
 
 
 def markdown_table(head: list[str], rows: Iterable[list[str]], num_left: int = 1) -> str:

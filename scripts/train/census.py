@@ -10,7 +10,7 @@ flags say nothing of the model's shape, so that they get a small one. Each comma
 Megatron's own parser and validation in a pretended world, once as it is and once with
 `--use-asynchzp`: it runs as it is, runs weakened (something is switched off that nothing else
 gives), or is refused. What only names files (data, tokenizers) is replaced by mock data and a null
-tokenizer. Needs no device. --out: JSON lines for `python -m scripts.report.add_record census FILE`.
+tokenizer. Needs no device. --out: a record.
 """
 
 import argparse

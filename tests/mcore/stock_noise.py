@@ -3,7 +3,7 @@
 """Records by how much stock Megatron differs from stock Megatron, for each configuration whose
 parity bounds follow from it (see [Note: bounds] in tests/support/parity.py):
 
-    python -m tests.mcore.stock_noise      # replaces docs/results/records/stock_noise.jsonl
+    python -m scripts.report.measure_again --only stock_noise
 
 Stock DDP is the reference, as in the parity tests. The others add the same numbers in another
 order: the distributed optimizer with its overlaps, and DDP with smaller buckets. Of each
@@ -11,20 +11,19 @@ configuration the worst relative differences of a loss and of a gradient norm ar
 steps as the slow tests take.
 """
 
-import json
-import sys
+import argparse
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from math import isfinite
+from pathlib import Path
 
+from scripts.report.records import append
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from scripts.testbed.megatron_runs import run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.mcore.test_parity import ONE_RANK_MODELS, TWO_RANK_MODELS
-from tests.support.parity import NOISE_RECORD, Variant
+from tests.support.parity import Variant
 
-COMMAND = "python -m tests.mcore.stock_noise"
 STEPS = 20
 OTHER_ORDERS = (
     DISTRIBUTED_OPTIMIZER,  # which knows no SGD
@@ -51,16 +50,14 @@ def measure(variants: Sequence[Variant]) -> list[dict]:
 
 
 def main() -> None:
-    date = datetime.now(UTC).date().isoformat()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(",")[0])
+    parser.add_argument("--out", type=Path, required=True, help="file to append JSON lines to")
+    args = parser.parse_args()
     one_rank = [variant for variant in ONE_RANK_MODELS if variant.is_noisy]
     two_ranks = [variant for variant in TWO_RANK_MODELS if variant.is_noisy]
-    lines = []
     for ranks, variants in ((4, one_rank), (8, [*one_rank, *two_ranks])):
         for row in run_ranks(measure, ranks, variants, timeout_s=1800)[0]:
-            lines.append(json.dumps({"command": COMMAND, "date": date, "ranks": ranks} | row))
-            print(lines[-1], file=sys.stderr)
-    NOISE_RECORD.parent.mkdir(parents=True, exist_ok=True)
-    NOISE_RECORD.write_text("\n".join(lines) + "\n")
+            append(args.out, {"kind": "noise", "ranks": ranks} | row)
 
 
 if __name__ == "__main__":

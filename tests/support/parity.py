@@ -14,12 +14,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from scripts.report.records import read_record
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
@@ -32,7 +31,6 @@ FP16_NORM_ROUNDING = 2.0**-10
 NOISE_MULTIPLE = 3.0
 # Far more than the toy models need.
 KEEP = ("--asynchzp-keep-params-gb", "0.01", "--asynchzp-keep-grads-gb", "0.01")
-NOISE_RECORD = Path(__file__).parents[2] / "docs" / "results" / "records" / "stock_noise.jsonl"
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,6 @@ class Bounds(NamedTuple):
     grad_norm: float = FP32_TOLERANCE
 
 
-@cache
-def _recorded_noise() -> list[dict]:
-    return [json.loads(line) for line in NOISE_RECORD.read_text().splitlines()]
-
-
 def bounds_of(variant: Variant, steps: int) -> Bounds:
     """Those of a run of `steps`, or more, on whatever ranks: in which step of which world the first
     bit flips is chance, how far it leads is the configuration's.
@@ -109,12 +102,12 @@ def bounds_of(variant: Variant, steps: int) -> Bounds:
     """
     if not variant.is_noisy:
         return Bounds()
-    rows = [row for row in _recorded_noise() if row["configuration"] == variant.name]
-    rows = [row for row in rows if row["steps"] >= steps]
+    rows = [row for row in read_record("stock_noise").lines if row["steps"] >= steps]
+    rows = [row for row in rows if row["configuration"] == variant.name]
     if not rows:
         raise LookupError(
-            f"{NOISE_RECORD.name} has no {variant.name!r} of {steps} steps: "
-            "run python -m tests.mcore.stock_noise"
+            f"the record stock_noise has no {variant.name!r} of {steps} steps: "
+            "run python -m scripts.report.measure_again --only stock_noise"
         )
     worst = [max(row[key] for row in rows) for key in ("worst_loss", "worst_grad_norm")]
     return Bounds(*(max(FP32_TOLERANCE, NOISE_MULTIPLE * error) for error in worst))
