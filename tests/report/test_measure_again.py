@@ -173,14 +173,20 @@ def test_a_measurement_that_fails_leaves_the_record_and_ends_in_a_line(
 
 
 def test_times_are_not_measured_on_a_busy_machine(planted, monkeypatch, capsys):
-    timed = measure_again.MEASUREMENTS["made"]._replace(is_timed=True)
-    monkeypatch.setitem(measure_again.MEASUREMENTS, "made", timed)
+    counted = measure_again.MEASUREMENTS["made"]
+    timed = counted._replace(is_timed=True)
     monkeypatch.setattr(measure_again, "idle_foreign_share", lambda: 0.43)
+    monkeypatch.setitem(measure_again.MEASUREMENTS, "made", timed)
     assert main([]) == 1
     assert "others use 43% of the machine" in capsys.readouterr().err
     assert main(["--counting"]) == 0
+    assert '{"ms": 1}' in (planted / "docs" / "made.jsonl").read_text()
+    monkeypatch.setitem(measure_again.MEASUREMENTS, "made", counted)
+    assert main(["--counting"]) == 0
+    assert '{"ms": 2}' in (planted / "docs" / "made.jsonl").read_text()
+    monkeypatch.setitem(measure_again.MEASUREMENTS, "made", timed)
     monkeypatch.setattr(measure_again, "idle_foreign_share", lambda: 0.01)
-    assert main([]) == 0
+    assert main(["--all"]) == 0
 
 
 def test_a_tree_with_changes_is_not_measured(planted, capsys):
@@ -193,7 +199,8 @@ def test_an_interruption_ends_the_command_and_leaves_the_record(planted):
     before = (planted / "docs" / "made.jsonl").read_bytes()
     out = planted / "runs" / "out"
     out.parent.mkdir()
-    program = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    program = "import os, signal, sys, time; print(os.getpid(), flush=True); "
+    program += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     code = (
         "import sys\nfrom pathlib import Path\nfrom scripts.report import measure_again as m\n"
         "m.ROOT, m.LOGS, m.FOLDER = (Path(word) for word in sys.argv[1:4])\n"
@@ -204,6 +211,7 @@ def test_an_interruption_ends_the_command_and_leaves_the_record(planted):
     words = [sys.executable, "-c", code, str(planted), str(out.parent), str(planted / "docs")]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=rebuild.ROOT)
     assert (ended.returncode, ended.stderr.count("\n")) == (130, 1), ended.stderr
+    assert not Path("/proc", (out.parent / "made" / "log").read_text().strip()).exists()
     assert (planted / "docs" / "made.jsonl").read_bytes() == before
 
 
