@@ -26,7 +26,15 @@ from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.generated import Journal, generate, run_generated
 from tests.mutants.lines_run import read_lines_run, watch
 from tests.mutants.page import NOTICED, count_caught, rows_of, summary, write, write_generated
-from tests.mutants.run import ROOT, MutantError, Outcome, Verdict, prepared_tree, run_mutants
+from tests.mutants.run import (
+    ROOT,
+    MutantError,
+    Outcome,
+    Verdict,
+    prepared_tree,
+    run_mutants,
+    warm_up,
+)
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = _CACHE / "megatron_asynchzp" / "mutants"
@@ -104,6 +112,7 @@ def report_row(row: dict) -> None:
 
 def main() -> int:
     args = parse_arguments()
+    warm_up()
     if args.generate:
         return run_machine(args)
     if args.page:

@@ -31,7 +31,14 @@ _PASSED, _FAILED = 0, 1
 _ENDLESS = None
 _KEPT = 20_000  # characters of pytest's output, whose end names what failed
 _WARM = multiprocessing.get_context("forkserver")
-_WARM.set_forkserver_preload(list(warm_pytest.PRELOADED))
+
+
+def warm_up() -> None:
+    """Let the server of this process import what tests need, once for all mutants.
+
+    The command calls it, and no import: pytest, too, has only one such server, which is its ranks'.
+    """
+    _WARM.set_forkserver_preload(list(warm_pytest.PRELOADED))
 
 
 class MutantError(RuntimeError):

@@ -5,6 +5,7 @@ has a reason; and no rank outlives its run.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import tests.mutants.run  # noqa: F401  (starts processes of the same server)
 from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.ranks import (
     Cluster,
@@ -49,6 +51,14 @@ class _BreaksAtFirst:
 
 def _world(folder: Path, num_failures: int) -> list:
     return run_ranks(_counted, 3, folder, join=_BreaksAtFirst(folder, num_failures))
+
+
+def _imported() -> set[str]:
+    return {"megatron.training", "scripts.testbed.frozen"} & sys.modules.keys()
+
+
+def test_ranks_find_megatron_imported_and_its_objects_frozen_whatever_other_tests_were_collected():
+    assert len(run_ranks(_imported, 1)[0]) == 2
 
 
 def test_a_world_that_does_not_meet_is_started_again_and_fn_is_called_once(tmp_path):
