@@ -14,6 +14,7 @@ from argparse import ArgumentParser
 _LATE = (
     "megatron.core.tokenizers.text", "megatron.core.models.mimo",
     "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
+    "hypothesis",
     "megatron_asynchzp.cpu_platform.platform", "megatron_asynchzp.library.sharded_model",
     "megatron_asynchzp.mcore.start.startup", "megatron_asynchzp.mcore.step.data_parallel",
     "megatron_asynchzp.mcore.step.optimizer", "megatron_asynchzp.mcore.start.start_table",
