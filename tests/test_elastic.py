@@ -12,8 +12,8 @@ import pytest
 
 from megatron_asynchzp.planner.cluster_files import cluster_toml, load_cluster
 from scripts.testbed import links
+from scripts.testbed.launches import Launch
 from tests.support.journal import Attempt, read_starts
-from tests.support.launches import Launch
 from tests.support.nodes import Nodes
 from tests.test_launch import TOY
 

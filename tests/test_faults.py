@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.testbed.launches import Ended, Launch, processes_with
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS
 from tests.support.journal import Attempt, read_journal
-from tests.support.launches import Ended, Launch
 from tests.test_launch import TOY, torchrun
 
 _ROOT = Path(__file__).parents[1]
@@ -118,18 +118,6 @@ def _iteration(folder: str) -> int:
     return int(folder.removeprefix("iter_"))
 
 
-def _processes_with(words: str) -> dict[int, str]:
-    """Numbers and command lines of the processes that have `words` in their environment."""
-    found: dict[int, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if words.encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            pass  # it has ended, or is another user's
-    return found
-
-
 def run_job(folder: Path, plan: list[str], train_iters: int, flags: str = "") -> Job:
     """Train under torchrun, and be killed according to `plan`."""
     journal, place = folder / "journal", folder / "checkpoints"
@@ -144,7 +132,7 @@ def run_job(folder: Path, plan: list[str], train_iters: int, flags: str = "") ->
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with torchrun(folder, 2, words, **env) as process:
         status = process.wait(timeout=120 + 60 * len(plan))
-    left = _processes_with(f"JOURNAL={journal}")
+    left = processes_with(f"JOURNAL={journal}")
     return Job(read_journal(journal), (folder / "log").read_text(), status, left)
 
 
@@ -164,7 +152,7 @@ def start_again_and_again(folder: Path, plan: list[str], train_iters: int, setti
         if not any(one.status for one in ended):
             break
     status = max(abs(one.status) for one in ended)
-    left = _processes_with(f"JOURNAL={journal}")
+    left = processes_with(f"JOURNAL={journal}")
     if setting.leaves_processes:
         while left:
             os.kill(left.popitem()[0], signal.SIGKILL)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import filesystem
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER, choose_checkpoint
 from megatron_asynchzp.mcore.patches.checkpoint import write_item
-from tests.support.launches import Ended, Launch
+from scripts.testbed.launches import Ended, Launch
 from tests.test_launch import TOY
 
 _SCRIPT = Path(__file__).parent / "support" / "legacy_pretrain.py"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_asynchzp.attention import inspect
-from tests.support.launches import Ended, launch
+from scripts.testbed.launches import Ended, launch
 from tests.support.selection import slow_unless
 
 _ROOT = Path(__file__).parents[1]

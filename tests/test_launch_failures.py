@@ -14,7 +14,7 @@ import pytest
 
 from megatron_asynchzp.engine.comm.timeline import LANES
 from megatron_asynchzp.engine.schedule import SCHEDULES
-from tests.support.launches import Ended, Launch
+from scripts.testbed.launches import Ended, Launch
 from tests.support.selection import slow_unless
 from tests.test_launch import TOY, await_third_step, torchrun
 

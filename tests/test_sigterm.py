@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
+from scripts.testbed.launches import Ended, Launch
 from tests.support.journal import Attempt, read_journal
-from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
 from tests.test_launch import TOY, await_third_step, torchrun
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER, choose_checkpoint
-from tests.support.launches import Ended, Launch
+from scripts.testbed.launches import Ended, Launch
 from tests.test_launch import TOY
 
 _SCRIPT = Path(__file__).parent / "support" / "struck_pretrain.py"

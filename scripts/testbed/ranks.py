@@ -250,7 +250,7 @@ class _Job:
             with open(self.log, "ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
         os.environ.update(place.environment() | self.env)
         import torch
         import torch.distributed as dist
@@ -291,7 +291,7 @@ def _await_the_others(parent: Connection) -> None:
         parent.recv()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """The process that started the ranks was killed: end, instead of waiting for peers."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from loss_checks import check_loss
 from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, get_timers, pretrain
+from megatron.training import get_timers, pretrain
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import is_first_or_last_pipeline_stage
 from model_of_flags import model_for_pretrain
 from run_report import RunReport, add_report_arguments
+from text_datasets import build_datasets
 
 _BATCH_KEYS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
@@ -80,46 +78,6 @@ def forward_step(
         loss_mask=batch["loss_mask"],
     )
     return output, partial(sum_loss, batch["loss_mask"])
-
-
-def _dataset_config() -> GPTDatasetConfig:
-    args: Any = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        path_to_cache=args.data_cache_path,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
-    )
-
-
-def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
-    """Training, validation and test sets.
-
-    Every tensor-parallel rank reads its own copy of a batch: the files are shared by the page
-    cache, and no broadcast is needed.
-    """
-    args: Any = get_args()
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    is_needed = partial(is_first_or_last_pipeline_stage, vp_stage)
-    builder = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed, _dataset_config())
-    return tuple(builder.build())
-
-
-build_datasets.is_distributed = True  # Megatron: call it on every rank
 
 
 def main() -> None:

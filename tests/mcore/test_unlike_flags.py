@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_asynchzp.mcore.run import agreement
-from tests.support.launches import Launch
+from scripts.testbed.launches import Launch
 from tests.support.selection import slow_unless
 from tests.test_launch import _OWN_SCRIPT, TOY
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.testbed.launches import Launch, launch
 from tests.support.checkpoint_damage import NEWER
-from tests.support.launches import Launch, launch
 from tests.test_launch import TOY
 
 _SCRIPT = Path(__file__).parents[2] / "support" / "legacy_pretrain.py"

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs scripts through the launcher as torchrun would start them, one process per rank, and keeps
-what each printed. Knows no script.
+"""Runs scripts through the launcher as torchrun would start them, one process per rank.
+
+It keeps what each rank printed, and knows no script.
 """
 
 import multiprocessing
@@ -100,8 +101,10 @@ class Launch:
     def end(
         self, timeout_s: float = 240.0, is_awaited: Callable[[int], bool] = lambda rank: True
     ) -> list[Ended]:
-        """How the ranks ended. A rank not awaited, or that runs after `timeout_s` seconds, is
-        killed."""
+        """Return how the ranks ended.
+
+        A rank not awaited, or that runs after `timeout_s` seconds, is killed.
+        """
         deadline = time.monotonic() + timeout_s
         for rank, process in enumerate(self.processes):
             if is_awaited(rank):
@@ -116,3 +119,15 @@ class Launch:
 def launch(folder: Path, script: Path, line: str, world_size: int = 1) -> list[Ended]:
     """Run `script` through the launcher to its end, on `world_size` ranks."""
     return Launch(folder, script, line, world_size).end()
+
+
+def processes_with(words: str) -> dict[int, str]:
+    """Numbers and command lines of the processes that have `words` in their environment."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if words.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            pass  # it has ended, or is another user's
+    return found

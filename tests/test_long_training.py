@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The long run's course of failures, what it accepts of ranks that end, and a short one whole."""
+
+from collections import Counter
+
+import pytest
+
+from scripts.bench.long_training import (
+    COURSE,
+    SEED,
+    Start,
+    TrainingError,
+    check_repeats,
+    check_statuses,
+    course,
+    main,
+    starts_of,
+)
+from scripts.report.records import read
+from scripts.testbed.launches import Ended
+
+TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+TINY += "--max-position-embeddings 16 --eval-iters 1"
+
+
+def test_one_failure_strikes_in_each_interval_and_every_kind_comes():
+    starts = course(2000, 150, seed=1234)
+    *failing, last = starts
+    assert len(failing) == 13 and last.fault == "" and last.label == failing[0].label
+    for number, start in enumerate(failing):
+        assert 150 * number + 75 <= start.step <= 150 * (number + 1)
+        assert start.victims and all(0 <= rank < start.ranks for rank in start.victims)
+    kinds = {"kill", "damage", "node lost", "signal", "full disk", "hugging face"}
+    assert {start.fault for start in failing} == kinds
+    assert {start.ranks for start in failing} == {2, 4, 8}
+    assert Counter(start.label for start in failing)["stock"] == 1
+    assert starts == course(2000, 150, seed=1234) != course(2000, 150, seed=1235)
+
+
+def test_a_lost_node_is_half_of_the_ranks_and_a_full_disk_that_of_all():
+    struck = {start.fault: start for start in course(2000, 150, seed=7)}
+    assert struck["node lost"].victims == (2, 3)
+    assert struck["full disk"].victims == (0, 1, 2, 3)
+    assert len(struck["kill"].victims) == 1
+
+
+STARTS = [Start(2, "a", ()), Start(2, "b", ()), Start(2, "a", ())]
+
+
+def step(start: int, number: int, loss: float) -> dict:
+    return {"kind": "step", "start": start, "step": number, "loss": loss, "norm": 1.0}
+
+
+def test_a_step_that_is_made_again_on_the_same_sizes_has_the_same_bits():
+    notes = [step(0, 1, 2.5), step(0, 2, 2.25), step(1, 2, 2.2500001), step(2, 2, 2.25)]
+    assert check_repeats(notes, STARTS) == 1
+    with pytest.raises(TrainingError, match="step 2 again"):
+        check_repeats([*notes, step(2, 2, 2.2500001)], STARTS)
+
+
+LINE = "megatron_asynchzp: rank 1: lost rank 0"
+FULL = "megatron_asynchzp: could not be saved; earlier checkpoints are as they were"
+
+
+@pytest.mark.parametrize(
+    "fault, ended, is_good",
+    [
+        ("kill", [Ended(-9, ""), Ended(1, LINE)], True),
+        ("kill", [Ended(-9, ""), Ended(1, "Traceback")], False),
+        ("kill", [Ended(-9, ""), Ended(0, LINE)], False),
+        ("kill", [Ended(1, LINE), Ended(1, LINE)], False),
+        ("signal", [Ended(0, ""), Ended(0, "")], True),
+        ("signal", [Ended(0, ""), Ended(1, LINE)], False),
+        ("full disk", [Ended(1, FULL), Ended(1, LINE)], True),
+        ("full disk", [Ended(1, LINE), Ended(1, LINE)], False),
+        ("", [Ended(0, ""), Ended(0, "")], True),
+        ("", [Ended(0, ""), Ended(-9, "")], False),
+    ],
+)
+def test_ranks_end_as_their_failure_explains_or_the_run_stops(fault, ended, is_good):
+    start = Start(2, "ours", (), fault, victims=(0,))
+    if is_good:
+        check_statuses(start, ended)
+    else:
+        with pytest.raises(TrainingError, match="rank "):
+            check_statuses(start, ended)
+
+
+@pytest.mark.slow
+def test_a_short_run_of_each_kind_goes_through_its_failures_to_the_end(tmp_path):
+    steps, every = 44, 4
+    words = ["--steps", str(steps), "--every", str(every), "--save-every", "2"]
+    words += ["--folder", str(tmp_path / "runs"), "--flags", TINY]
+    words += ["--runs", "stock-1", "ours", "failures", "pasa"]
+    out = tmp_path / "out.jsonl"
+    assert main([*words, "--out", str(out)]) == 0
+    _, *lines = read([out])
+    starts = [line for line in lines if line["kind"] == "start" and line["run"] == "failures"]
+    assert [line["fault"] for line in starts][: len(COURSE)] == [fault for _, fault in COURSE]
+    for run in ("stock-1", "ours", "failures", "pasa"):
+        own = [line for line in lines if line["run"] == run]
+        assert [line["step"] for line in own if line["kind"] == "step"] == [10, 20, 30, 40]
+        assert [line["step"] for line in own if line["kind"] == "validation"][-1] == steps
+    file = tmp_path / "runs" / "failures" / "notes.jsonl"
+    assert check_repeats(read([file]), course(steps, every, SEED)) > 0
+    last = {line["run"]: line["loss"] for line in lines if line["kind"] == "validation"}
+    assert last["ours"] == pytest.approx(last["stock-1"], rel=1e-3)
+    assert last["failures"] == pytest.approx(last["ours"], rel=1e-3)
+    notes = file.read_bytes()
+    assert main([*words, "--every", "5"]) == 1  # other settings than the folder's
+    assert main(words) == 0  # all is done: nothing trains
+    assert file.read_bytes() == notes
+
+
+@pytest.mark.parametrize("words", [["--every", "2"], ["--steps", "100"], ["--runs", "no"]])
+def test_a_run_that_cannot_be_is_refused_in_a_line(words, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--folder", str(tmp_path)])
+    assert ended.value.code == 2 and "long_training: error: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what the failures cost
+
+
+def noted(start: int, began: float, steps: dict[int, float], struck: float | None) -> list[dict]:
+    lines = [{"kind": "began", "start": start, "at": began, "step": min(steps) - 1}]
+    lines += [{"kind": "step", "start": start, "step": s, "at": at} for s, at in steps.items()]
+    return lines + ([{"kind": "struck", "start": start, "at": struck}] if struck else [])
+
+
+def test_seconds_and_steps_that_a_failure_cost_follow_from_the_notes():
+    first = noted(0, 10.0, {1: 11.0, 2: 12.0, 3: 15.0, 4: 16.0, 5: 17.0}, struck=17.5)
+    second = noted(1, 30.0, {3: 32.0, 4: 33.0, 5: 36.0, 6: 37.0}, struck=None)
+    about = {"ranks": 2, "label": "ours"}
+    ended = [
+        {"start": 0, "fault": "kill", "began_at": 4.0, "ended_at": 19.0} | about,
+        {"start": 1, "fault": "", "began_at": 20.0, "ended_at": 40.0} | about,
+    ]
+    one, two = starts_of([*first, *second], ended, save_every=2)
+    assert (one["from"], one["to"], one["repeated"]) == (0, 5, 0)
+    assert (two["from"], two["to"], two["repeated"]) == (2, 6, 3)
+    assert (one["start_s"], one["first_step_s"], one["to_the_end_s"]) == (6.0, 1.0, 1.5)
+    assert (two["start_s"], two["first_step_s"], two["to_the_end_s"]) == (10.0, 2.0, None)
+    # After the save of step 2 came 3 s and not 1 s; that of step 4 nothing, and in the second 2 s.
+    assert (one["step_s"], one["save_s"], one["wall_s"]) == (1.0, 1.0, 15.0)
+    assert (two["step_s"], two["save_s"]) == (1.0, 2.0)
