@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 
-from scripts.bench.long_training_rank import train_on_device
 from scripts.report.records import append, read
 from scripts.testbed import ranks
 from scripts.testbed.device.worlds import DeviceWorlds
@@ -36,8 +35,9 @@ from scripts.testbed.launches import Ended, Launch, processes_with
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import BF16, FP16, flags_of, shape_flags, size_flags
 from scripts.train import prepare_data
+from scripts.train.noted_pretrain import train_on_device
 
-RANK_SCRIPT = Path(__file__).with_name("long_training_rank.py")
+RANK_SCRIPT = Path(prepare_data.__file__).with_name("noted_pretrain.py")
 ROOT = Path(__file__).parents[2]
 RUNS = ("stock-1", "ours", "failures", "pasa", "stock-2", "stock-3", "fp8")
 BATCH, WARMUP, SAVE_EVERY, VALIDATE_EVERY = 16, 100, 50, 250

@@ -143,8 +143,8 @@ def why_stale(record: Record, rooms: Iterable[str], today: date, root: Path) -> 
 
 def seconds_of(record: Record) -> float | None:
     """How long it took, as far as each of its machine lines says so."""
-    known = [line.get("seconds") for line in record.machines]
-    return sum(known) if known and None not in known else None  # pyright: ignore[reportArgumentType]
+    known = [line["seconds"] for line in record.machines if "seconds" in line]
+    return sum(known) if known and len(known) == len(record.machines) else None
 
 
 def in_order(names: Iterable[str], seconds: dict[str, float | None]) -> list[str]:

@@ -5,15 +5,15 @@
 It keeps what each rank printed, and knows no script.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scripts.testbed import ranks
 
@@ -42,7 +42,7 @@ def _run_main(argv: list[str], env: dict[str, str], log: str) -> None:
     from megatron_asynchzp import launch
 
     torch.set_num_threads(1)  # several ranks share two cores
-    status = 0
+    status: Any = 0
     try:
         launch.main(argv)
     except SystemExit as ended:
@@ -75,7 +75,7 @@ class Launch:
         shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         shared |= {"GLOO_SOCKET_IFNAME": "lo"} | (env or {})
         self._logs: list[Path] = []
-        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             self._logs.append(folder / f"rank{rank}.log")
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -96,7 +96,7 @@ class Launch:
     def signal(self, number: signal.Signals) -> None:
         """Send every rank a signal, as a terminal does."""
         for process in self.processes:
-            os.kill(process.pid, number)
+            os.kill(process.pid, number)  # pyright: ignore[reportArgumentType]
 
     def end(
         self, timeout_s: float = 240.0, is_awaited: Callable[[int], bool] = lambda rank: True
@@ -113,7 +113,7 @@ class Launch:
             process.kill()
             process.join()
         pairs = zip(self.processes, self._logs)
-        return [Ended(process.exitcode, log.read_text()) for process, log in pairs]
+        return [Ended(process.exitcode or 0, log.read_text()) for process, log in pairs]
 
 
 def launch(folder: Path, script: Path, line: str, world_size: int = 1) -> list[Ended]:

@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -46,7 +45,8 @@ class Notes:
         if self._step is None:
             from megatron.training import get_args
 
-            self._step = get_args().iteration
+            args: Any = get_args()
+            self._step = int(args.iteration)
             self.note_once("began", step=self._step)
         is_time = self._step + 1 == self._asked["step"]
         if is_time and self._rank in self._asked["victims"]:
@@ -92,8 +92,7 @@ def train_on_device(argv: list[str], asked: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
-    sys.path.insert(1, str(Path(__file__).parents[1] / "train"))
-    import pretrain_gpt
+    import pretrain_gpt  # pyright: ignore[reportMissingImports]
 
     with Notes(json.loads(os.environ["LONG_TRAINING"])).taken():
         pretrain_gpt.main()
