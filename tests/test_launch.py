@@ -275,12 +275,20 @@ def _write_chats(folder: Path) -> str:
 def test_megatrons_own_script_trains_on_the_sub_samples_of_its_own_data_set(tmp_path, script, line):
     pytest.importorskip("datasets")
     line = f"{line.replace('--split 90,5,5 --mock-data', _CHATS)} {_write_chats(tmp_path)}"
-    packed = _losses(launch(tmp_path, script, line))
+    line = line.replace("--eval-iters 1", "--eval-iters 2")
+    runs = [launch(tmp_path, script, line)]
     routed = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16"
     routed += " --use-asynchzp --asynchzp-param-shard-size 1 --asynchzp-grad-shard-size 2"
-    found = _losses(launch(tmp_path, script, f"{line} {routed}", world_size=4))
+    runs.append(launch(tmp_path, script, f"{line} {routed}", world_size=4))
+    packed, found = map(_losses, runs)
     for (loss, norm), (expected, expected_norm) in zip(found, packed, strict=True):
         assert float(loss) == pytest.approx(float(expected), rel=1e-6) and norm == expected_norm
+    texts = ["".join(rank.text for rank in ended) for ended in runs]
+    packed, found = (re.findall(r"validation loss .*?lm loss value: (\S+)", text) for text in texts)
+    assert len(packed) == len(found) > 0
+    assert [float(loss) for loss in found] == pytest.approx(
+        [float(loss) for loss in packed], rel=1e-6
+    )
 
 
 _TAGS = {

@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,13 +125,19 @@ def _one_after_another() -> Iterator[None]:
     schedule = schedules.forward_backward_no_pipelining
 
     def run_all(data_iterator: Iterator, num_microbatches: int, **options: Any) -> Any:
-        samples = []
+        samples, num_parts = [], []
         for batch in (next(data_iterator) for _ in range(num_microbatches)):
             ends = sorted(set(batch["cu_seqlens"][0].tolist()))
             for first, last in zip(ends, ends[1:], strict=False):
                 samples.append({name: batch[name][:, first:last] for name in _BY_TOKEN})
+            num_parts.append(len(ends) - 1)
         options |= {"data_iterator": iter(samples), "num_microbatches": len(samples)}
-        return schedule(**options)
+        reports = iter(schedule(**options))
+        # A report of each packed sample: with --sft an evaluation averages their means.
+        return [
+            {"lm loss": sum(report["lm loss"] for report in islice(reports, parts))}
+            for parts in num_parts
+        ]
 
     with mock.patch.object(schedules, "forward_backward_no_pipelining", run_all):
         yield
@@ -173,7 +180,7 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--disable
 
 
 def test_ranks_with_other_lists_of_sub_samples_train_and_evaluate_as_one_process():
-    flags = (*ROPE, "--train-iters", "3", "--eval-iters", "1", "--lr", "1e-2")
+    flags = (*ROPE, "--train-iters", "3", "--eval-iters", "1", "--lr", "1e-2", "--sft")
     line = [*BASE, *HYBRID, *flags, *size_flags((1, 2, 4))]
     for found in on_ranks(run, 4, line):
         check(found, alone(*flags))

@@ -82,6 +82,7 @@ IGNORES_FLAGS = (
     "pass the settings as flags",
     "--yaml-cfg run.yaml",
 )
+_UNTESTED = "it has not been tested with sharded parameters"
 _DROP = "drop the flag"
 _CAPTURING = "--cuda-graph-impl transformer_engine"
 _WHOLE = "--cuda-graph-impl full_iteration --bf16"
@@ -89,12 +90,9 @@ _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
 _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds only a shard"
 
 
-def _with_sub_samples(example: str, asks: Callable[[Any], Any], condition: str) -> Rule:
-    return refusal(
-        f"--hybrid-context-parallel {example}",
-        lambda s: s.hybrid_context_parallel and asks(s),
-        condition,
-    )
+def _with_sub_samples(example: str, asks: Callable[[Any], Any], *words: str) -> Rule:
+    example = f"--hybrid-context-parallel {example}"
+    return refusal(example, lambda s: s.hybrid_context_parallel and asks(s), *words)
 
 
 REFUSALS: tuple[Rule, ...] = (
@@ -181,15 +179,11 @@ REFUSALS: tuple[Rule, ...] = (
         "--te-precision-config-file precision.yaml",
     ),
     *because(
-        "it has not been tested with sharded parameters",
+        _UNTESTED,
         "use --fp8-recipe tensorwise, delayed, blockwise or mxfp8",
         equal_to("--fp8-recipe custom"),
     ),
-    *because(
-        "it has not been tested with sharded parameters",
-        "use --fp4-recipe nvfp4",
-        equal_to("--fp4-recipe custom"),
-    ),
+    *because(_UNTESTED, "use --fp4-recipe nvfp4", equal_to("--fp4-recipe custom")),
     *because(
         "layers quantise what is gathered, which has not been tested in fp16",
         "use --bf16",
@@ -320,7 +314,7 @@ REFUSALS: tuple[Rule, ...] = (
         equal_to("--transformer-impl inference_optimized"),
     ),
     *because(
-        "it has not been tested with sharded parameters",
+        _UNTESTED,
         _DROP,
         refusal(
             "--moe-use-grouped-tensor",
@@ -351,69 +345,57 @@ REFUSALS: tuple[Rule, ...] = (
         _DROP,
         "--mtp-detach-heads",
     ),
-    *because(
+    _with_sub_samples(
+        "--mtp-num-layers 1",
+        lambda s: (
+            s.mtp_num_layers
+            or s.multi_latent_attention
+            or s.experimental_attention_variant
+            or s.hybrid_layer_pattern is True  # a framework's hybrid model
+            or set(s.hybrid_layer_pattern or "") - set("*-E|/")
+        ),
+        "with --mtp-num-layers, --multi-latent-attention, --experimental-attention-variant, or "
+        "a --hybrid-layer-pattern with more than *, - and E",
         "these layers do not follow the ranks of a sub-sample",
         "leave one of the two out",
-        _with_sub_samples(
-            "--mtp-num-layers 1",
-            lambda s: (
-                s.mtp_num_layers
-                or s.multi_latent_attention
-                or s.experimental_attention_variant
-                or s.hybrid_layer_pattern is True  # a framework's hybrid model
-                or set(s.hybrid_layer_pattern or "") - set("*-E|/")
-            ),
-            "with --mtp-num-layers, --multi-latent-attention, --experimental-attention-variant, or "
-            "a --hybrid-layer-pattern with more than *, - and E",
-        ),
     ),
-    *because(
+    _with_sub_samples(
+        "--num-experts 4 --moe-aux-loss-coeff 0.01",
+        lambda s: s.num_experts and balances_experts(s),
+        "with experts that are balanced by a loss, a bias or a quantile",
         "fillers, the sub-samples of one token that make ranks even, would be counted as tokens of "
         "an expert",
         "use --moe-router-load-balancing-type none without --moe-z-loss-coeff and "
         "--moe-router-enable-expert-bias",
-        _with_sub_samples(
-            "--num-experts 4 --moe-aux-loss-coeff 0.01",
-            lambda s: s.num_experts and balances_experts(s),
-            "with experts that are balanced by a loss, a bias or a quantile",
-        ),
     ),
-    *because(
+    _with_sub_samples(
+        "--num-experts 4 --expert-model-parallel-size 2",
+        lambda s: s.num_experts and exchanges_equal_counts(s),
+        "with experts on several ranks and another dispatcher than alltoall, or padded experts",
         "ranks that share experts have sub-samples of different lengths, and these dispatchers "
         "expect equal ones",
         "use --moe-token-dispatcher-type alltoall without --moe-pad-expert-input-to-capacity",
-        _with_sub_samples(
-            "--num-experts 4 --expert-model-parallel-size 2",
-            lambda s: s.num_experts and exchanges_equal_counts(s),
-            "with experts on several ranks and another dispatcher than alltoall, or padded experts",
-        ),
     ),
-    *because(
+    _with_sub_samples(
+        "--micro-batch-size 2",
+        lambda s: max(s.micro_batch_size or 1, s.eval_micro_batch_size or 1) > 1,
+        "with a --micro-batch-size or --eval-micro-batch-size above 1",
         "each sub-sample is a batch of one",
         "use --micro-batch-size 1",
-        _with_sub_samples(
-            "--micro-batch-size 2",
-            lambda s: (s.micro_batch_size or 1) > 1,
-            "with a --micro-batch-size above 1",
-        ),
     ),
-    *because(
+    _with_sub_samples(
+        "--fp8-format hybrid",
+        lambda s: s.fp8 or s.fp4 or captures_layers(s) or captures_iteration(s),
+        "with layers in FP8 or FP4, or captured ones",
         "fillers have one token, and sub-samples any number",
         "use --bf16 without --fp8-format, --fp4-format and --cuda-graph-impl",
-        _with_sub_samples(
-            "--fp8-format hybrid",
-            lambda s: s.fp8 or s.fp4 or captures_layers(s) or captures_iteration(s),
-            "with layers in FP8 or FP4, or captured ones",
-        ),
     ),
-    *because(
+    _with_sub_samples(
+        "--step-batch-size-schedule 0:8,10:16",
+        lambda s: s.step_batch_size_schedule,
+        "with --step-batch-size-schedule",
         "Megatron reads one number of samples in all steps",
         "use one --global-batch-size",
-        _with_sub_samples(
-            "--step-batch-size-schedule 0:8,10:16",
-            lambda s: s.step_batch_size_schedule,
-            "with --step-batch-size-schedule",
-        ),
     ),
     refusal(
         "--num-experts 4 --tensor-model-parallel-size 2",

@@ -1,16 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces how Megatron runs the sub-samples of a global batch (--hybrid-context-parallel).
-
-Without our flag each replacement calls the original with the same arguments.
-"""
+"""Replaces how Megatron runs the sub-samples of a global batch (--hybrid-context-parallel)."""
 
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from inspect import signature
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from megatron_asynchzp.mcore.patches.patch import replaces
@@ -18,11 +15,8 @@ from megatron_asynchzp.mcore.run.settings import Run, run_args
 from megatron_asynchzp.planner.sub_samples import Routes, evened
 
 _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+_PACKED = "packed_sample"  # its number, at each token
 _ALONE = Namespace(size=lambda: 1, rank=lambda: 0)  # the process group of a rank by itself
-
-
-class _Routed:
-    """Marks an iterator whose sub-samples have their ranks."""
 
 
 @replaces(
@@ -36,7 +30,9 @@ def route_samples(original: Callable, data_iterator: Any, *args: Any, **options:
         return original(data_iterator, *args, **options)
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    class Routed(_Routed, RerunDataIterator):
+    class Routed(RerunDataIterator):
+        is_routed = True
+
         def __iter__(self) -> "Routed":
             return self
 
@@ -61,18 +57,47 @@ def run_samples(original: Callable, *args: Any, **options: Any) -> tuple:
     from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 
     given = signature(original).bind(*args, **options).arguments
+    packed: list[int] = []  # by report: the number of the packed sample
     routed = given["data_iterator"]
-    if not isinstance(routed, _Routed):
-        routed = HybridCPDataLoaderWrapper(routed, given["config"])
-    reports, num_tokens = original(**given | {"data_iterator": _with_fillers(routed, run)})
-    if given["forward_only"] and not given["collect_non_loss_data"]:
-        # With --sft evaluation averages the means of sub-samples.
-        reports = [report for report in reports if _counts(report)] or reports[:1]
+    by_packed = run.sft and given["forward_only"] and not given["collect_non_loss_data"]
+    if not hasattr(routed, "is_routed"):
+        read = _numbered(routed) if by_packed else routed
+        routed = HybridCPDataLoaderWrapper(read, given["config"])
+    given["data_iterator"] = _with_fillers(routed, run, packed)
+    reports, num_tokens = original(**given)
+    if by_packed and all(v.numel() == 2 for report in reports for v in report.values()):
+        reports = _summed(reports, packed, given["num_microbatches"])
     return reports, num_tokens
 
 
-def _with_fillers(routed: Any, run: Any) -> Iterator[tuple[dict, Routes]]:
-    """Yield copies of the sub-samples of a step, which a rerun gets again, and fillers."""
+def _numbered(data_iterator: Any) -> Iterator[list[dict]]:
+    """Yield a step's packed samples, numbered; their sub-samples keep the number."""
+    from megatron.core import parallel_state as state
+
+    numbers = count(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
+    read = zip(next(data_iterator), numbers, strict=False)
+    yield [sample | {_PACKED: sample["tokens"] * 0 + number} for sample, number in read]
+
+
+def _summed(reports: list[dict], packed: list[int], num_own: int) -> list[dict]:
+    """Sum reports by packed sample: evaluation with --sft averages their means."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    sums: dict[str, Any] = {}
+    for name, first in reports[0].items():
+        totals = first.new_zeros(num_own * state.get_data_parallel_world_size(), 3)
+        for number, report in zip(packed, reports, strict=False):
+            totals[number, :2] += report[name].view(2)
+            totals[number, 2] += 1
+        dist.all_reduce(totals, group=state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(totals, group=state.get_tensor_model_parallel_group())
+        sums[name] = totals[totals[:, 2] > 0, :2]
+    return [dict(zip(sums, row, strict=True)) for row in zip(*sums.values(), strict=True)]
+
+
+def _with_fillers(routed: Any, run: Any, packed: list[int]) -> Iterator[tuple[dict, Routes]]:
+    """Yield copies of a step's sub-samples, for a rerun gets them again, and fillers."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -91,6 +116,8 @@ def _with_fillers(routed: Any, run: Any) -> Iterator[tuple[dict, Routes]]:
     for number in chain.from_iterable(group[rank] for group in filled):
         parts = 2 * num_ranks[number] if num_ranks[number] > 1 else 1
         given[number] = _padded(samples.get(number, filler), split * parts)
+        if _PACKED in given[number]:
+            packed.append(int(given[number].pop(_PACKED)[0]))
     yield given, filled
 
 
@@ -102,10 +129,6 @@ def _padded(sample: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     longer = {name: torch.cat([v, v[-1:].expand(rest)]) for name, v in sample.items()}
     longer["loss_mask"][len(sample["tokens"]) :] = 0
     return longer
-
-
-def _counts(report: Any) -> bool:
-    return any(value.numel() != 2 or value.view(-1)[1] for value in report.values())
 
 
 @replaces(

@@ -287,12 +287,9 @@ def _layers(args: Any) -> tuple[Layer, ...]:
     if args.hybrid_layer_pattern is not None:
         return _hybrid_layers(args, args.hybrid_layer_pattern.split("/")[0])
     mixer = _latent(args) if args.multi_latent_attention else _attention(args)
-    pattern = [0] * args.num_layers
-    if args.num_experts:
-        frequency = args.moe_layer_freq
-        pattern = frequency
-        if isinstance(frequency, int):
-            pattern = [index % frequency == 0 for index in range(args.num_layers)]
+    pattern = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
+    if isinstance(pattern, int):
+        pattern = [index % pattern == 0 for index in range(args.num_layers)]
     return tuple(Layer(mixer, _experts(args) if one else _mlp(args)) for one in pattern)
 
 
@@ -439,11 +436,9 @@ def kernels_of(args: Any) -> Kernels:
     """Return the kernels: local layers keep what torch keeps, those of TE are fused."""
     is_fused = args.transformer_impl != "local"
     backend = getattr(args.attention_backend, "name", args.attention_backend)
-    core = "scores" if backend == "unfused" else "flash"
-    if not is_fused:
-        core = "scores"
-        if getattr(args, "use_pasa_attention", False):
-            core = "pasa" if args.distributed_backend == "gloo" else "flash"
+    core = "flash" if is_fused and backend != "unfused" else "scores"
+    if not is_fused and getattr(args, "use_pasa_attention", False):
+        core = "pasa" if args.distributed_backend == "gloo" else "flash"
     return Kernels(
         core,
         is_fused,
@@ -458,11 +453,10 @@ def kernels_of(args: Any) -> Kernels:
 
 def _kept_quantised(args: Any) -> Literal["none", "experts", "all"]:
     """Return which quantised weights stay, as low_precision.kept_nbytes counts them."""
-    if not args.fp8 and not args.fp4:
-        return "none"
     if args.fp8 and args.fp8_recipe == "delayed":
         return "all"
-    return "experts" if args.num_experts and args.moe_grouped_gemm else "none"
+    is_quantised = args.fp8 or args.fp4
+    return "experts" if is_quantised and args.num_experts and args.moe_grouped_gemm else "none"
 
 
 def recompute_of(args: Any) -> Recompute:

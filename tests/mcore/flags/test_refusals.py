@@ -101,6 +101,7 @@ _ALL_TO_ALL = f"{_ROUTED} none --expert-model-parallel-size 2 --moe-token-dispat
         (f"{_SUB_SAMPLES} --hybrid-layer-pattern M*-", "do not follow the ranks"),
         (f"{_SUB_SAMPLES} --micro-batch-size 1", ""),
         (f"{_SUB_SAMPLES} --micro-batch-size 3", "a batch of one"),
+        (f"{_SUB_SAMPLES} --eval-micro-batch-size 2", "a batch of one"),
         (f"{_SUB_SAMPLES} --bf16 --cuda-graph-impl full_iteration", "fillers have one token"),
         (f"{_ROUTED} none --moe-aux-loss-coeff 0.01", ""),
         (f"{_ROUTED} aux_loss", ""),

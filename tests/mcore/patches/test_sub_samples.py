@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import hybrid_cp_schedule
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -22,7 +23,8 @@ ROUTES = [[[0, 3], [0, 3], [1], [2]], [[4], [4], [4], [4]]]
 @pytest.fixture
 def rank_two(monkeypatch):
     """Rank 2 of 4, with P = 1 and G = 2; the fields of its run may be changed."""
-    run = Namespace(num_experts=None, tensor_model_parallel_size=2, sequence_parallel=False)
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+    run = Namespace(num_experts=None, sft=False, **parallel)
     settings = RunSettings(ShardSizes(1, 2, 4))
     monkeypatch.setattr(Run, "_current", Run(run, settings, None, None))
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda with_context_parallel: 2)
@@ -38,7 +40,7 @@ def _sample(length: int) -> dict[str, torch.Tensor]:
 
 def _given(run: Namespace, routes: list) -> tuple[dict, list]:
     samples = {number: _sample(6 + number) for group in routes for number in group[2]}
-    given, filled = next(sub_samples._with_fillers(iter([(samples, routes)]), run))
+    given, filled = next(sub_samples._with_fillers(iter([(samples, routes)]), run, []))
     for number, sample in samples.items():
         assert given[number] is not sample
         for name, values in sample.items():
@@ -72,7 +74,7 @@ def test_a_sub_sample_of_two_ranks_grows_to_equal_parts_without_a_loss(rank_two,
     """Each rank has two parts, which ranks of sequence parallelism split once more."""
     rank_two.sequence_parallel = is_split
     routed = iter([({2: _sample(10)}, [[[1], [1], [2], [2]]])])
-    sample = next(sub_samples._with_fillers(routed, rank_two))[0][2]
+    sample = next(sub_samples._with_fillers(routed, rank_two, []))[0][2]
     tokens = [*range(1, 11), *[10] * more]
     assert sample["tokens"].tolist() == tokens
     assert sample["own"].tolist() == [-token for token in tokens]
@@ -89,27 +91,54 @@ def _report(total: float, tokens: float) -> dict[str, torch.Tensor]:
     return {"lm loss": torch.tensor([total, tokens])}
 
 
-@pytest.mark.parametrize("is_evaluation", [True, False])
-def test_reports_of_fillers_are_left_out_of_an_evaluation(rank_two, is_evaluation, monkeypatch):
-    reports = [_report(3.0, 2.0), _report(0.0, 0.0), _report(1.0, 1.0)]
-    call = dict.fromkeys(sub_samples.run_samples.parameters_in("0.19"))
-    call |= {"forward_only": is_evaluation, "data_iterator": iter([])}
+@pytest.mark.parametrize("is_sft, is_evaluation", [(True, True), (False, True), (True, False)])
+def test_an_evaluation_with_sft_reports_packed_samples(
+    rank_two, is_sft, is_evaluation, monkeypatch
+):
+    """Two packed samples, of two sub-samples and one, which the rank runs last to first."""
+    rank_two.sft = is_sft
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_: 0)
+    groups = {"get_data_parallel_group": "data", "get_tensor_model_parallel_group": "tensor"}
+    for name, group in groups.items():
+        monkeypatch.setattr(parallel_state, name, lambda group=group, **_: group)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 1)
+    others = {"data": 2, "tensor": 1}  # as if another rank had the same reports
+    monkeypatch.setattr(dist, "all_reduce", lambda totals, group: totals.mul_(others.pop(group)))
+    packed = [{"tokens": torch.arange(length)} for length in (5, 3)]
+
+    class Wrapper:
+        def __init__(self, data_iterator, config):
+            self.data_iterator = data_iterator
+
+        def __next__(self):
+            first, second = [
+                sample | {"loss_mask": torch.ones(1)} for sample in next(self.data_iterator)
+            ]
+            parts = [{name: value[i : i + 2] for name, value in first.items()} for i in (0, 2)]
+            return {0: parts[0], 1: parts[1], 2: second}, [[[2, 1, 0]]]
+
+    seen = []
 
     def original(
         forward_step_func, data_iterator, model, num_microbatches, input_tensor,
         output_tensor_grad, forward_data_store, config, collect_non_loss_data, first_val_step,
         forward_only, no_sync_func, total_num_tokens, check_first_val_step, model_type,
     ):  # fmt: skip
-        return reports, 3
+        samples, _ = next(data_iterator)
+        seen.extend(sample.keys() for sample in samples.values())
+        return [_report(3.0, 2.0), _report(5.0, 1.0), _report(1.0, 3.0)], 6
 
-    wrapper = "megatron.core.datasets.data_schedule.HybridCPDataLoaderWrapper"
-    with mock.patch(wrapper) as wrapped:
-        found, tokens = sub_samples.run_samples.make(original)(**call)
-    assert wrapped.called and tokens == 3
-    assert found == ([reports[0], reports[2]] if is_evaluation else reports)
-    reports[:] = reports[1:2]  # a rank of fillers alone still takes part in sums
-    with mock.patch(wrapper):
-        assert sub_samples.run_samples.make(original)(**call)[0] == reports
+    call = dict.fromkeys(sub_samples.run_samples.parameters_in("0.19"))
+    call |= {"forward_only": is_evaluation, "num_microbatches": 2, "data_iterator": iter([packed])}
+    with mock.patch("megatron.core.datasets.data_schedule.HybridCPDataLoaderWrapper", Wrapper):
+        reports, tokens = sub_samples.run_samples.make(original)(**call)
+    assert tokens == 6 and all(names == {"tokens", "loss_mask"} for names in seen)
+    sums = (
+        [[12.0, 8.0], [6.0, 4.0]]
+        if is_sft and is_evaluation
+        else [[3.0, 2.0], [5.0, 1.0], [1.0, 3.0]]
+    )
+    assert [report["lm loss"].tolist() for report in reports] == sums
 
 
 def test_megatrons_rerun_mode_sees_one_iterator_which_reads_from_that_of_the_data(rank_two):

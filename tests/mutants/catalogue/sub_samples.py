@@ -135,14 +135,25 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "fillers-evaluated",
-        "fillers do not count in the mean of an evaluation",
+        "evaluated-by-sub-samples",
+        "with --sft an evaluation averages the means of packed samples",
         "mcore/patches/sub_samples.py",
-        "if _counts(report)]",
-        "if True]",
+        "if by_packed and all(",
+        "if not by_packed and all(",
         (
             "tests/mcore/patches/test_sub_samples.py::"
-            "test_reports_of_fillers_are_left_out_of_an_evaluation"
+            "test_an_evaluation_with_sft_reports_packed_samples"
+        ),
+    ),
+    Mutant(
+        "evaluated-by-ranks",
+        "the mean of a packed sample is that of its sub-samples on all ranks",
+        "mcore/patches/sub_samples.py",
+        "group=state.get_data_parallel_group(with_context_parallel=True)",
+        "group=state.get_tensor_model_parallel_group()",
+        (
+            "tests/mcore/patches/test_sub_samples.py::"
+            "test_an_evaluation_with_sft_reports_packed_samples"
         ),
     ),
     Mutant(
@@ -160,7 +171,7 @@ MUTANTS = [
         "routed-twice",
         "the sub-samples of training are routed once",
         "mcore/patches/sub_samples.py",
-        "if not isinstance(routed, _Routed):",
+        'if not hasattr(routed, "is_routed"):',
         "if True:",
         (
             "tests/mcore/patches/test_sub_samples.py::"
