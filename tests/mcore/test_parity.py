@@ -208,6 +208,16 @@ def test_every_variant_with_every_nesting_on_4_ranks_is_stock_ddp(variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [BF16, FP16_OVERFLOW], ids=["bf16", "fp16"])
+def test_without_clipping_losses_of_16_bit_runs_are_those_of_stock_in_every_bit(flags):
+    """fp32 adds a few 16-bit gradients without rounding: only their norm depends on the order."""
+    cases = [(Variant("no clipping", (*flags, "--clip-grad", "0")), [(2, 2, 4), (4, 4, 4)])]
+    results = on_ranks(compare, 4, cases, 20, timeout_s=600)[0]
+    assert_equal_runs(results)
+    assert [result.loss_error for result in results] == [0.0, 0.0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ONE_RANK_MODELS, ids=lambda v: v.name)
 def test_every_variant_on_8_ranks_is_stock_ddp(variant):
     run_all([(variant, EIGHT)], 8)
