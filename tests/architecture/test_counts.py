@@ -8,9 +8,9 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 40042,
-    "docstring words": 36248,
-    "docstring lines": 3344,
+    "lines": 40041,
+    "docstring words": 36247,
+    "docstring lines": 3342,
     "raise ConfigurationError": 252,
     "context variables": 3,
     "assignments of __class__": 9,
