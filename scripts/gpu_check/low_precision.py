@@ -3,16 +3,18 @@
 """Check: Transformer Engine's layers compute in FP8 or FP4 over sharded parameters as over stock's.
 
 What only a GPU shows: that the real kernels make the same codes of a weight whenever it is
-gathered, in forward and again in backward, and, with two GPUs, of one that travelled as codes; and
-the cost of a step and of stock's, which keeps its codes. The stand-in on a CPU has the grid of each
-format, but computes products in fp32 and runs no kernel.
+gathered, in forward and again in backward, and of one that travelled as codes; and the cost of a
+step and of stock's, which keeps its codes. The stand-in on a CPU has the grid of each format, but
+computes products in fp32 and runs no kernel.
 """
 
+import importlib
+import os
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
-from scripts.gpu_check.outcome import CheckSkipped, Target
+from scripts.gpu_check.outcome import CheckFailed, CheckSkipped, Target
 from scripts.testbed.megatron_flags import shape_flags, size_flags
 
 STEPS, MICRO_BATCHES = 12, 2
@@ -57,16 +59,64 @@ def run(target: Target, number: int) -> dict[str, Any]:
         target, STEPS, MICRO_BATCHES * ranks, *recipe.flags, *wide, *_LIKE_ON_ALL_DEVICES
     )
     own = [*base, *recipe.own, *size_flags((ranks, ranks, ranks))]
+    num_codes = compare_codes(name) if name in ("mxfp8", "nvfp4") else 0
     stock = run_pretrain(target, f"{name}_stock", ranks, base, _RUN_LIMIT_S)
     ours = run_pretrain(target, f"{name}_ours", ranks, own, _RUN_LIMIT_S)
     first = require_equal("first loss", ours.losses[:1], stock.losses[:1], FIRST_LOSS_TOLERANCE)
     return {
         "ranks": ranks,
+        "codes compared": num_codes,
         "first loss apart": first,
         "losses apart": require_equal("losses", ours.losses, stock.losses, TOLERANCE),
         "stock step ms": 1e3 * stock.step_s,
         "step ratio": ours.step_s / stock.step_s,
     }
+
+
+def compare_codes(name: str) -> int:
+    """Return how many codes and scales of a weight the GPU makes again after a gather as codes.
+
+    Raises CheckFailed if it makes others.
+    """
+    if preload := os.environ.get("GPU_CHECK_PRELOAD"):
+        importlib.import_module(preload)
+    import torch
+    from transformer_engine.pytorch.tensor import mxfp8_tensor, nvfp4_tensor
+    from transformer_engine_torch import DType
+
+    from megatron_asynchzp.engine.comm.block_formats import BlockFormat, Mxfp8, Nvfp4
+
+    if name == "mxfp8":
+        quantizer: Any = mxfp8_tensor.MXFP8Quantizer(DType.kFloat8E4M3)
+        forms: tuple[BlockFormat, ...] = Mxfp8(1, 32), Mxfp8(32, 1)
+    else:
+        quantizer = nvfp4_tensor.NVFP4Quantizer(with_2d_quantization=True)
+        forms = Nvfp4(16, 16), Nvfp4(16, 16)
+    made = torch.Generator().manual_seed(1)
+    # Sides of which scales have no padding. Codes of rows and of columns have other values.
+    sides = [torch.randint(-4, 1, (side,), generator=made) for side in (512, 1024)]
+    weight = torch.randn(512, 1024, generator=made) * 2.0 ** (sides[0][:, None] + sides[1])
+    weight, count = weight.bfloat16().cuda(), 0
+    for direction, form in zip(("rowwise", "columnwise"), forms, strict=True):
+        pair = quantizer(weight), quantizer(_gathered(weight, form))
+        for part in ("data", "scale_inv"):
+            before, after = (getattr(x, f"_{direction}_{part}").view(torch.uint8) for x in pair)
+            if apart := int((before != after).sum()):
+                raise CheckFailed(f"{form}: {apart} of {before.numel()} {direction} {part} differ")
+            count += before.numel()
+    return count
+
+
+def _gathered(weight: Any, form: Any) -> Any:
+    """Return a weight as a gather brings it that one rank sends itself."""
+    from megatron_asynchzp.engine.comm.collectives import run_steps
+    from megatron_asynchzp.engine.comm.low_precision_gather import LowPrecisionGather
+    from megatron_asynchzp.engine.sharding.layout import FlatLayout
+
+    layout, full = FlatLayout.build([("weight", weight.shape)], 1), weight.new_empty(weight.numel())
+    gather = LowPrecisionGather(layout, 1, [0], form, lambda: True)
+    run_steps(gather.steps(weight.view(-1), 0, full, []))
+    return full.view(weight.shape)
 
 
 def _need(least: tuple[int, int]) -> None:

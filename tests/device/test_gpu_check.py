@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 
 from megatron_asynchzp.engine.comm.order_check import OrderMismatch
 from megatron_asynchzp.engine.comm.task import Task
-from scripts.gpu_check import loopback, synchronisations
-from scripts.gpu_check.outcome import Target
+from scripts.gpu_check import loopback, low_precision, synchronisations
+from scripts.gpu_check.outcome import CheckFailed, Target
 from scripts.gpu_check.table import CHECKS, RECIPE_NAMES
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.te.environment import te_folder
+from tests.device.test_transformer_engine import BLACKWELL
 from tests.support.selection import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +96,33 @@ def test_each_recipe_has_a_check_that_passes_or_says_what_gpu_it_needs(
     rows = run(tmp_path, num_devices, [*names])
     reasons = {name: row["reason"] for name, row in rows.items() if row["status"] != "passed"}
     assert reasons == (dict.fromkeys(("mxfp8", "nvfp4"), NEEDS_MORE) if major < 10 else {})
+    # Rows and columns of 512 x 1024: a code of a byte or of half of one, and a scale of 32 or 16.
+    counts = {name: row["figures"].get("codes compared") for name, row in rows.items()}
+    numbers = {"mxfp8": 2 * 2**19 * 33 // 32, "nvfp4": 2 * 2**19 * 9 // 16}
+    for name in set(counts) - set(reasons):
+        assert counts[name] == numbers.get(name, 0)
+
+
+def codes_without_224_as_225(name: str) -> str:
+    """The report of a gather that decodes code 224 as its value."""
+    from megatron_asynchzp.engine.comm import block_formats
+
+    def decode(_: object, codes: torch.Tensor, factors: torch.Tensor, __: object, out: Any) -> None:
+        exponents = factors.view(torch.float8_e8m0fnu).float()
+        torch.mul(codes.view(block_formats.FP8).float(), exponents, out=out)
+
+    with (
+        mock.patch.object(block_formats.Mxfp8, "decode", decode),
+        pytest.raises(CheckFailed) as failed,
+    ):
+        low_precision.compare_codes(name)
+    return str(failed.value)
+
+
+@pytest.mark.slow
+def test_a_gather_after_which_the_gpu_makes_other_codes_fails_the_check(te_worlds: DeviceWorlds):
+    [report] = te_worlds.run(codes_without_224_as_225, 1, "mxfp8", env=BLACKWELL)
+    assert report.startswith("Mxfp8(rows=1, columns=32): ") and "rowwise data differ" in report
 
 
 def _without_wait(lane: str) -> AbstractContextManager:
