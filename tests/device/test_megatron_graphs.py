@@ -157,7 +157,7 @@ OVERLAPPED = {
     "router": [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2", *ROUTER, "--bf16"],
     "router, shared experts": [*EXPERTS, *ROUTER, "--bf16"],
     "attention, router, shared experts": [*EXPERTS, *ALL, "--bf16"],
-    "mxfp8, gathered as stock does": [*EXPERTS, *ALL, *RECIPES["mxfp8"], *CODES,
+    "mxfp8, as codes": [*EXPERTS, *ALL, *RECIPES["mxfp8"], *CODES,
         "--reuse-grad-buf-for-mxfp8-param-ag", "--use-distributed-optimizer"],
     "fused experts": [*EXPERTS, *ALL, "--bf16", *FUSED],
 }

@@ -231,7 +231,7 @@ FUSED_OR_LATE = {
     "late: delayed": ("delayed", LATE),
     "late: blockwise": ("blockwise", LATE),
     "late: mxfp8, shared": ("mxfp8", f"{LATE} {SHARED}"),
-    "late: mxfp8, gathered as stock does": ("mxfp8", " ".join([LATE, *GATHERS])),
+    "late: mxfp8, as codes": ("mxfp8", " ".join([LATE, *GATHERS])),
     "late: nvfp4, recomputed": (
         "nvfp4",
         f"{LATE} --moe-router-padding-for-quantization {LAYERNORM}",
@@ -432,7 +432,7 @@ def test_mxfp8_with_the_flags_for_its_gathers_is_stocks_with_and_without_them(
     assert all(run.fp8 for run in runs) and len({loss for loss, _ in stock.steps}) == 4
     assert all(run.steps == stock.steps for run in with_flags)
     assert equal(ours.steps, stock.steps) and ours.copies == 0
-    assert ours.log.count("as in stock Megatron 2 bytes a parameter travel") == 2
+    assert ours.log.count("are gathered as codes") == 2
     with pytest.raises(DeviceFailure, match="freeing .* writes .* that aten::copy_ .* reads"):
         te_worlds.run(train, 2, [*line, "--use-distributed-optimizer"], env=env_of("mxfp8"))
 

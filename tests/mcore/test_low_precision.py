@@ -233,7 +233,11 @@ def test_a_weight_that_attention_absorbs_stays_in_bf16(monkeypatch, layer_of, ki
         ("mxfp8", {"enable_2d_quantization": True}, []),
         ("nvfp4", {}, [(16, 16)]),
         ("nvfp4", {"nvfp4_4over6": "weights"}, []),
-        ("nvfp4", {"fp4_quant_fwd_weight": SimpleNamespace(fp4_2d_quantization=False)}, []),
+        (
+            "nvfp4",
+            {"fp4_quant_fwd_weight": SimpleNamespace(fp4_2d_quantization=False)},
+            [(1, 16), (16, 1)],
+        ),
         ("custom", {}, []),
     ],
 )  # fmt: skip

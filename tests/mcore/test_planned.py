@@ -165,3 +165,25 @@ def test_sub_samples_are_counted_as_if_they_filled_what_a_rank_takes_at_most():
     counted = planned.batch_of(Namespace(**batch, **sample, **ranks, **hybrid))
     assert counted.tokens / ranks["context_parallel_size"] == 16
     assert counted.num_micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_1d", "more", "expected"),
+    [
+        ("mxfp8", "0", {}, (33 / 32, True)),
+        ("mxfp8", "0", {"recompute_granularity": "full"}, ((33 / 32 + 2) / 2, True)),
+        ("mxfp8", "0", {"overlap_moe_expert_parallel_comm": True}, ((33 / 32 + 2) / 2, True)),
+        ("blockwise", "0", {}, (1 + 4 / 128**2, False)),
+        ("nvfp4", "0", {"recompute_granularity": "full"}, (129 / 256, False)),
+        ("nvfp4", "1", {}, (9 / 16, True)),
+    ],
+)
+def test_bytes_of_a_code_are_counted_with_its_part_of_a_scale(
+    monkeypatch, recipe, is_1d, more, expected
+):
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", is_1d)
+    fp4, fp8_recipe = ("e2m1", "delayed") if recipe == "nvfp4" else (None, recipe)
+    flags = {"recompute_granularity": None, "overlap_moe_expert_parallel_comm": False} | more
+    args = Namespace(fp4=fp4, fp8_recipe=fp8_recipe, **flags)
+    wire = planned._wire(args, SimpleNamespace(grad_dtype=torch.float32, sends_codes=True))
+    assert (wire.code_nbytes, wire.has_directions) == expected

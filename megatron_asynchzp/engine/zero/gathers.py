@@ -169,7 +169,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 f"step {self._driver.step} uses {unit.name} where the step before used "
                 f"{expected.name}: the rest of this step is gathered on demand",
             )
-        if unit.has_directions:
+        if len(unit.code_gathers) > 1:
             self._note_direction(unit, self._gathered[unit].handle, direction)
 
     def _note_direction(self, unit: HZPUnit, handle: _Gather, direction: Direction | None) -> None:
@@ -206,7 +206,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             unit.size_key in self._outside and unit not in self.seats,
         )
         direction = None
-        if unit.has_directions:
+        if len(unit.code_gathers) > 1:
             is_training = self.is_training
             direction = self._directions.expected(unit) if is_training else Direction.FORWARD
         task = self._submit_gather(unit, place, direction, place.ready)

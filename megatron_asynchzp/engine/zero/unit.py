@@ -116,7 +116,6 @@ class HZPUnit:
         self.overwrites_main_grads: bool | None = None  # None without fuse_grads
         # One, or one for forward and one for backward, which then read other codes; or none.
         self.code_gathers: list[LowPrecisionGather] = []
-        self.has_directions = False
         self._full_param: torch.Tensor | None = None
         self.guard = ParamGuard(self.params)
         self._allocate_and_shard(shard)
@@ -202,7 +201,7 @@ class HZPUnit:
 
     def unshard_for_layers_steps(self, full: torch.Tensor, direction: Direction | None) -> Steps:
         """Gather the parameters into `full`, as codes if layers read them in `direction` alone."""
-        if not self.code_gathers or (self.has_directions and direction is None):
+        if not self.code_gathers or (len(self.code_gathers) > 1 and direction is None):
             return self.unshard_steps(full)
         gather = self.code_gathers[-1 if direction is Direction.BACKWARD else 0]
         shard = self.model_param
@@ -219,7 +218,6 @@ class HZPUnit:
         sizes = self.layout, self.groups.topology.sizes.param, numbers
         gathers = [LowPrecisionGather(*sizes, form, is_computing) for form in forms]
         self.code_gathers = gathers if all(gather.is_shorter for gather in gathers) else []
-        self.has_directions = len(self.code_gathers) > 1
 
     def check_called_in_fp8(self) -> None:
         """Raise ConfigurationError if a layer outside FP8 is called and would read FP8 codes."""

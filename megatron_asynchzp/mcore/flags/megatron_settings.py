@@ -132,14 +132,12 @@ def can_gather_in_codes(settings: Any) -> bool:
     The scales of a weight follow from it alone, and backward computes with the same codes as
     forward, or quantises the weight again, which its gather brings.
     """
-    by_direction = () if settings.overlap_moe_expert_parallel_comm else ("mxfp8",)
-    is_fp8 = settings.fp8 and settings.fp8_recipe in ("tensorwise", "blockwise", *by_direction)
-    is_fp4 = settings.fp4 and settings.fp4_recipe == "nvfp4"
+    is_fp8 = settings.fp8 and settings.fp8_recipe in ("tensorwise", "blockwise", "mxfp8")
+    is_usual = os.getenv("NVTE_NVFP4_4OVER6", "none") == "none"
+    is_fp4 = settings.fp4 and settings.fp4_recipe == "nvfp4" and is_usual
     is_exact = settings.bf16 and (is_fp8 or is_fp4) and not os.getenv("NVTE_BACKWARD_OVERRIDE")
     is_tested = not (settings.te_precision_config_file or settings.use_transformer_engine_op_fuser)
-    is_1d = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
-    is_usual = os.getenv("NVTE_NVFP4_4OVER6", "none") == "none" and not is_1d
-    return bool(is_exact and is_tested and (is_fp8 or is_usual))
+    return bool(is_exact and is_tested)
 
 
 def gathers_bf16_of_mxfp8(settings: Any) -> bool:

@@ -5,6 +5,7 @@
 The choice follows from the flags and the cluster file alone, so it is the same on every rank.
 """
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,11 +72,15 @@ def plan_of(args: Any, setting: RunShape, run: RunSettings | None = None) -> Pla
 def _wire(args: Any, run: RunSettings) -> Wire:
     """Return what travels; a code counts its part of a scale (low_precision.send_codes)."""
     code_nbytes = {"blockwise": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32}.get(args.fp8_recipe, 1.0)
-    has_directions = not args.fp4 and args.fp8_recipe == "mxfp8"
-    if has_directions and args.recompute_granularity == "full":
-        code_nbytes = (code_nbytes + 2) / 2  # a layer that is recomputed comes in bf16 for backward
-    sent_nbytes = run.sends_codes * (1 / 2 + 1 / 16**2 if args.fp4 else code_nbytes)
-    return Wire(run.grad_dtype.itemsize, code_nbytes=sent_nbytes, has_directions=has_directions)
+    has_directions = args.fp8_recipe == "mxfp8"
+    if args.fp4:
+        has_directions = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
+        code_nbytes = 1 / 2 + (1 / 16 if has_directions else 1 / 16**2)
+    may_recompute = args.recompute_granularity == "full" or args.overlap_moe_expert_parallel_comm
+    if has_directions and may_recompute:
+        code_nbytes = (code_nbytes + 2) / 2  # such a layer comes in bf16 for backward
+    nbytes = run.sends_codes * code_nbytes
+    return Wire(run.grad_dtype.itemsize, code_nbytes=nbytes, has_directions=has_directions)
 
 
 def _seated_kinds(args: Any) -> tuple[str, ...]:

@@ -91,9 +91,8 @@ def _quantising(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
 
 def _keeps(layer: Any, config: Any) -> bool:
     """Return whether a layer cannot quantise again: delayed scaling, grouped or old layers."""
-    is_grouped = hasattr(layer, "num_gemms")
     is_delayed = config.fp8 and config.fp8_recipe == "delayed"
-    return is_delayed or is_grouped or not hasattr(type(layer), "is_fsdp2")
+    return is_delayed or hasattr(layer, "num_gemms") or not hasattr(type(layer), "is_fsdp2")
 
 
 # ---- gathers as codes
@@ -113,9 +112,7 @@ def send_codes(module: nn.Module, config: Any, units: Iterable[HZPUnit]) -> None
     forms = _forms_of(get_fp4_recipe(config) if config.fp4 else get_fp8_recipe(config))
     if not forms:
         return
-    layers: list[Any] = [
-        inner for inner in module.modules() if isinstance(inner, BaseTransformerLayer)
-    ]
+    layers: list[Any] = [m for m in module.modules() if isinstance(m, BaseTransformerLayer)]
     # Layers read one code set twice, or another one in backward unless they keep or recompute.
     weights = {
         param
@@ -151,5 +148,6 @@ def _forms_of(recipe: Any) -> list[BlockFormat]:
     if recipe.mxfp8() and not getattr(recipe, "enable_2d_quantization", False):
         return [Mxfp8(1, 32), Mxfp8(32, 1)]
     if recipe.nvfp4() and getattr(recipe, "nvfp4_4over6", "none") == "none":
-        return [Nvfp4(16, 16)] if recipe.fp4_quant_fwd_weight.fp4_2d_quantization else []
+        is_square = recipe.fp4_quant_fwd_weight.fp4_2d_quantization
+        return [Nvfp4(16, 16)] if is_square else [Nvfp4(1, 16), Nvfp4(16, 1)]
     return []
