@@ -20,7 +20,14 @@ from tests.device import registered_programs as programs
 from tests.device.programs import Case
 from tests.device.registered_programs import train_and_sleep, train_with_and_without
 from tests.device.test_megatron import LAYOUTS
-from tests.device.test_transformer_engine import BASE, CODES, FEWER, RECIPES
+from tests.device.test_transformer_engine import (
+    BASE,
+    BLACKWELL,
+    CODES,
+    FEWER,
+    FOUR_BIT_CODES,
+    RECIPES,
+)
 from tests.support.selection import slow_unless
 
 PAIR = [Case((1, 2, 2)), Case((2, 2, 2), recomputes=True), Case((2, 1, 2), "inline", 1)]
@@ -227,6 +234,8 @@ def test_a_run_that_is_killed_resumes_with_the_bits_of_one_without(
 
 TE_RUNS = {
     "codes of FP8": [*RECIPES["tensorwise"], *CODES],
+    "codes of FP8 by direction": [*RECIPES["mxfp8"], *CODES],
+    "codes of FP4": [*RECIPES["nvfp4"], *FOUR_BIT_CODES],
     "graphs": ["--bf16", "--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps",
                "1", "--te-rng-tracker"],
 }  # fmt: skip
@@ -236,8 +245,9 @@ TE_RUNS = {
 @pytest.mark.parametrize("name", TE_RUNS)
 def test_codes_on_the_wire_and_graphs_of_layers_have_their_bits(te_worlds: DeviceWorlds, name: str):
     line = [*BASE, *FEWER, *TE_RUNS[name], *size_flags((2, 2, 2))]
+    args, env = (2, line, Delays("uniform", 1), True), BLACKWELL if "codes" in name else {}
     for plain, registered, collectives, left in te_worlds.run(
-        programs.pretrain_with_and_without, 2, line, Delays("uniform", 1), True, timeout_s=580
+        programs.pretrain_with_and_without, *args, timeout_s=580, env=env
     ):
         assert registered == plain and left == 0
         assert_all_in_windows(collectives, (2, 2, 2))
