@@ -111,7 +111,7 @@ def stream_units(
                     num_begun += 1
                 unit.wait()
                 if unit.is_received:
-                    yield unit.hand_out(patiently=not driver.device.runs_ahead)
+                    yield unit.hand_out()
                     unit.check_unwritten()
         finally:
             for unit in streamed[:num_begun]:
@@ -176,9 +176,9 @@ class _StreamedUnit:
         if task is not None:
             task.wait()
 
-    def hand_out(self, patiently: bool) -> WholeUnit:
-        """Return the values for the caller. For `patiently` see Place.is_viewed."""
-        if self.nbytes and self.place.is_viewed(patiently):
+    def hand_out(self) -> WholeUnit:
+        """Return the values for the caller."""
+        if self.nbytes and self.place.is_viewed():
             raise ConfigurationError(
                 f"{self.unit.name}: values of an earlier unit are still kept, and overwritten. "
                 "Call clone() on values before the next unit is taken."

@@ -50,7 +50,7 @@ class Place:
     def is_viewed(self, patiently: bool = True) -> bool:
         """Return whether a tensor outside the engine views this memory, which is to be reused.
 
-        `patiently` waits a moment, in which a backend's thread may drop its handle.
+        `patiently` waits a moment, in which another thread may drop its handle of a collective.
         """
         for pause_s in _VIEW_CHECK_PAUSES_S if patiently else ():
             if self._count_owners() <= self._num_owners:

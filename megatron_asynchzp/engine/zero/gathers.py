@@ -242,8 +242,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def finish_reshard(self, unit: HZPUnit, handle: _Gather) -> Any:
         unit.reshard()
         place = handle.place
-        # On a device this thread drops a collective's handle, and its view, in the wait.
-        if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
+        # Another thread, such as the watchdog's, may hold a collective's handle for a moment.
+        if place.is_viewed(patiently=not place.is_outside):
             is_in_graph = unit in self.seats or self.is_captured
             flag = "--cuda-graph-impl" if is_in_graph else "--use-nccl-ub"
             if is_in_graph or self.arena.is_registered:
