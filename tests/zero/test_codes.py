@@ -150,14 +150,14 @@ def check_what_arrives(sizes: tuple, seeds: range) -> float:
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, (2, 2, 2)), (4, (4, 4, 4, (2,)))])
 def test_layers_make_the_same_codes_of_what_arrives_and_nothing_else_changes(ranks, sizes):
-    shares = run_ranks(check_what_arrives, ranks, sizes, range(12))
-    assert 0.25 <= min(shares) < 0.4
+    shares = run_ranks(check_what_arrives, ranks, sizes, range(28, 40))
+    assert 0.25 <= min(shares) < 0.35
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, (2, 2, 2)), (4, (4, 4, 4)), (4, (4, 4, 4, (2,)))])
 def test_they_do_of_more_weights(ranks, sizes):
-    assert min(run_ranks(check_what_arrives, ranks, sizes, range(12, 40))) >= 0.25
+    assert 0.25 <= min(run_ranks(check_what_arrives, ranks, sizes, range(40))) < 0.35
 
 
 def arrives_as_it_is(dtype: torch.dtype, sizes: tuple) -> tuple[bool, bool]:
