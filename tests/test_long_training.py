@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The long run's course of failures, what it accepts of ranks that end, and a short one whole."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ from scripts.bench.long_training import (
     main,
     starts_of,
 )
+from scripts.report.long_training import goodput
 from scripts.report.records import read
 from scripts.testbed.launches import Ended
 
@@ -146,3 +148,16 @@ def test_seconds_and_steps_that_a_failure_cost_follow_from_the_notes():
     # After the save of step 2 came 3 s and not 1 s; that of step 4 nothing, and in the second 2 s.
     assert (one["step_s"], one["save_s"], one["wall_s"]) == (1.0, 1.0, 15.0)
     assert (two["step_s"], two["save_s"]) == (1.0, 2.0)
+
+
+def test_goodput_is_the_time_of_the_steps_that_count_over_all_time():
+    about = {"kind": "start", "run": "failures", "step_s": 1.0, "save_s": 0.0, "start_s": 0.0}
+    about |= {"first_step_s": 1.0, "fault": "kill", "to_the_end_s": 0.0, "save_every": 20}
+    starts = [about | {"from": 0, "to": 60, "repeated": 0, "wall_s": 60.0}]
+    starts += [about | {"from": 50, "to": 110, "repeated": 10, "wall_s": 60.0}]
+    starts += [about | {"from": 100, "to": 140, "repeated": 10, "wall_s": 40.0}]
+    starts[-1] |= {"fault": "", "to_the_end_s": None}
+    measured, planned = goodput(starts)
+    assert measured == pytest.approx(140 / 160)
+    # Daly: t exp(-t / M) / (M (1 - exp(-t / M))), of 20 s between saves and 80 s between failures.
+    assert planned == pytest.approx(20 / 80 / (math.exp(20 / 80) - 1))

@@ -306,7 +306,12 @@ def starts_of(notes: Sequence[dict], ended: Sequence[dict], save_every: int) -> 
         validated = {line["step"] for line in own if line["kind"] == "validation"}
         struck = [line["at"] for line in own if line["kind"] == "struck"]
         line = {key: start[key] for key in ("start", "ranks", "label", "fault")}
-        line |= {"kind": "start", "from": began["step"], "to": max(steps, default=began["step"])}
+        line |= {
+            "kind": "start",
+            "save_every": save_every,
+            "from": began["step"],
+            "to": max(steps, default=began["step"]),
+        }
         line["repeated"] = max(0, reached - began["step"])
         line["start_s"] = round(began["at"] - start["began_at"], 3)
         line["to_the_end_s"] = round(start["ended_at"] - max(struck), 3) if struck else None

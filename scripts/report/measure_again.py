@@ -90,6 +90,11 @@ MEASUREMENTS = {
         ),
     ),
     "parity": Measurement(_PARITY, is_timed=False),
+    "long_training": Measurement(
+        (*_WHOLE, "megatron_asynchzp/attention", "scripts/bench/long_training.py"),
+        is_timed=False,  # but for the part of its time in which it trained
+        commands=("python -m scripts.bench.long_training --out FILE",),
+    ),
     "faults": Measurement(
         ("megatron_asynchzp/engine/comm", "megatron_asynchzp/engine/failure", "scripts/faults"),
         is_timed=True,

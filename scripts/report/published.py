@@ -16,6 +16,7 @@ from scripts.report import (
     device_table,
     fault_table,
     lanes_picture,
+    long_training,
     loss_picture,
     planner_table,
     schedule_grid,
@@ -170,6 +171,7 @@ TABLES: dict[str, Table] = {
     "parity": Table("parity", _longest_parity),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),
+    "long training": Table("long_training", long_training.markdown),
     "planner": Table("planner_published", planner_table.markdown),
     "planner misses": Table("planner_published", planner_table.misses),
     "recipes verdicts": Table("recipes", census_table.by_verdict),
@@ -202,6 +204,9 @@ def _draw_timeline(record: Record, file: Path) -> None:
 PICTURES: dict[str, Picture] = {
     "lanes.png": Picture("", lambda _, file: lanes_picture.draw(file)),
     "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
+    "long_training.png": Picture(
+        "long_training", lambda r, file: long_training.draw(r.lines, file)
+    ),
     "pasa_training.png": Picture("pasa_training", None),
     "timeline.png": Picture("timeline", _draw_timeline),
     "early_update.png": Picture("early_timeline", _draw_timeline),

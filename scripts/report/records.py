@@ -21,7 +21,7 @@ EXPECTED = {
     *("planner_testbed", "scale", "offload", "graph_host_cost", "overlap", "sub_samples"),
     *("device_schedules", "device_faults", "versions", "quickstart", "schedules", "stock_noise"),
     *("timeline", "grad_wire", "shrunk_models", "muon", "compare_pipelines", "weight_deltas"),
-    *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes"),
+    *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes", "long_training"),
 }
 
 

@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the record of long_training.py into a table, a sentence about goodput, and a picture."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.planner.goodput import SaveTimes
+from scripts.report.records import markdown_table
+
+STOCK = ("stock-1", "stock-2", "stock-3")
+NAMES = {
+    "ours": ("AsyncHZP, default sizes, early update, bf16", styles.OURS),
+    "failures": ("the same, with failures and on other ranks", styles.INK),
+    "pasa": ("AsyncHZP with PASA attention, fp16", styles.GREEN),
+}
+_SMOOTHED = 5  # noted losses, of which a point of a curve is the mean
+
+
+def losses(lines: Sequence[dict], run: str, kind: str) -> dict[int, float]:
+    """By step, without those that were skipped."""
+    own = [line for line in lines if line["kind"] == kind and line["run"] == run]
+    return {
+        line["step"]: line["loss"] for line in sorted(own, key=lambda x: x["step"]) if line["loss"]
+    }
+
+
+def last_of(lines: Sequence[dict], run: str) -> float:
+    """The validation loss at the end."""
+    return list(losses(lines, run, "validation").values())[-1]
+
+
+def markdown(lines: Sequence[dict]) -> str:
+    """A row for the seeds of stock Megatron together, and one for each other run."""
+    seeds = [last_of(lines, run) for run in STOCK if losses(lines, run, "validation")]
+    failed = [x for x in lines if x["kind"] == "start" and x["run"] == "failures" and x["fault"]]
+    rows = [
+        [f"stock Megatron, bf16, {len(seeds)} seeds", f"{min(seeds):.4f} to {max(seeds):.4f}", "0"]
+    ]
+    for run, (name, _) in NAMES.items():
+        if losses(lines, run, "validation"):
+            number = str(len(failed)) if run == "failures" else "0"
+            rows.append([name, f"{last_of(lines, run):.4f}", number])
+    table = markdown_table(["run", "validation loss at the end", "failures"], rows)
+    return table if not failed else f"{table}\n{_said(*goodput(lines))}"
+
+
+def _said(measured: float, planned: float) -> str:
+    return (
+        f"With failures it trained in {measured:.0%} of its time; the planner's formula gives "
+        f"{planned:.0%} for the same times of steps, saves and restarts."
+    )
+
+
+def goodput(lines: Sequence[dict]) -> tuple[float, float]:
+    """The part of its time in which the run with failures trained: measured, and by the planner."""
+    starts = [x for x in lines if x["kind"] == "start" and x["run"] == "failures"]
+    again = [start["repeated"] for start in starts[1:]] + [0]
+    usual_s = statistics.median(start["step_s"] for start in starts if "step_s" in start)
+    counted_s = sum(
+        (start["to"] - start["from"] - repeated) * start.get("step_s", usual_s)
+        for start, repeated in zip(starts, again, strict=True)
+    )
+    total_s = sum(start["wall_s"] for start in starts)
+    step_s = counted_s / max(start["to"] for start in starts)
+    save_s = statistics.mean(start["save_s"] for start in starts if start.get("save_s") is not None)
+    restart_s = statistics.mean(start["start_s"] + start["first_step_s"] for start in starts)
+    restart_s -= usual_s
+    ends = [start["to_the_end_s"] for start in starts if start["to_the_end_s"] is not None]
+    restart_s += statistics.mean(ends)
+    times = SaveTimes(total_s / len(ends), restart_s, save_s, save_s)
+    return counted_s / total_s, times.goodput(starts[0]["save_every"] * step_s)
+
+
+def draw(lines: Sequence[dict], file: Path) -> None:
+    """Write the picture: training losses, how far each is from the seeds' mean, every failure."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure = styles.new_figure(5.0)
+    panels: Any = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1.2])
+    band = [_smooth(losses(lines, run, "step")) for run in STOCK]
+    steps = sorted(set.intersection(*(set(one) for one in band)))
+    mean = {step: statistics.mean(one[step] for one in band) for step in steps}
+    for axes, below in zip(panels, (dict.fromkeys(steps, 0.0), mean), strict=True):
+        ends = ([of(one[s] for one in band) - below[s] for s in steps] for of in (min, max))
+        axes.fill_between(steps, *ends, color=styles.STOCK, alpha=0.35, linewidth=0)
+        for run, (_, colour) in NAMES.items():
+            curve = _smooth(losses(lines, run, "step"))
+            values = [curve[step] - below[step] for step in steps if step in curve]
+            axes.plot([s for s in steps if s in curve], values, color=colour, linewidth=1.1)
+        styles.bare(axes, grid="y")
+    handles = [Patch(color=styles.STOCK, alpha=0.35, label="stock Megatron, bf16, three seeds")]
+    handles += [Line2D([], [], color=colour, label=name) for name, colour in NAMES.values()]
+    styles.add_legend(figure, handles, ncols=2)
+    for line in lines:
+        if line["kind"] == "start" and line["run"] == "failures" and line["fault"]:
+            for axes in panels:
+                axes.axvline(line["to"], color=styles.GREY, linewidth=0.7, linestyle=":", zorder=0)
+            words = f"{line['fault']}, {line['ranks']} ranks"
+            place = {"rotation": 90, "ha": "right", "va": "top", "fontsize": styles.SMALL}
+            panels[0].text(line["to"], max(mean.values()), words, color=styles.INK, **place)
+    panels[0].set_ylabel("training loss (nats per byte)", fontsize=styles.NORMAL)
+    panels[1].set_ylabel("from the seeds' mean", fontsize=styles.NORMAL)
+    panels[1].set_xlabel("training step", fontsize=styles.NORMAL)
+    styles.add_caption(
+        figure, "A point: the mean of 5 noted losses. Dotted: a failure, at its step"
+    )
+    figure.savefig(file, dpi=styles.DPI)
+
+
+def _smooth(found: dict[int, float]) -> dict[int, float]:
+    """The mean of each loss and those just before it."""
+    steps, values = list(found), list(found.values())
+    return {
+        step: statistics.mean(values[max(0, place - _SMOOTHED + 1) : place + 1])
+        for place, step in enumerate(steps)
+    }
