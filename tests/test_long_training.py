@@ -151,13 +151,14 @@ def test_seconds_and_steps_that_a_failure_cost_follow_from_the_notes():
 
 
 def test_goodput_is_the_time_of_the_steps_that_count_over_all_time():
-    about = {"kind": "start", "run": "failures", "step_s": 1.0, "save_s": 0.0, "start_s": 0.0}
-    about |= {"first_step_s": 1.0, "fault": "kill", "to_the_end_s": 0.0, "save_every": 20}
-    starts = [about | {"from": 0, "to": 60, "repeated": 0, "wall_s": 60.0}]
-    starts += [about | {"from": 50, "to": 110, "repeated": 10, "wall_s": 60.0}]
-    starts += [about | {"from": 100, "to": 140, "repeated": 10, "wall_s": 40.0}]
+    about = {"kind": "start", "run": "failures", "step_s": 1.0, "save_s": 0.0, "start_s": 5.0}
+    about |= {"first_step_s": 1.0, "fault": "kill", "to_the_end_s": 3.0, "save_every": 20}
+    starts = [about | {"from": 0, "to": 60, "repeated": 0, "wall_s": 68.0}]
+    starts += [about | {"from": 50, "to": 110, "repeated": 10, "wall_s": 68.0}]
+    starts += [about | {"from": 100, "to": 140, "repeated": 10, "wall_s": 45.0}]
     starts[-1] |= {"fault": "", "to_the_end_s": None}
     measured, planned = goodput(starts)
-    assert measured == pytest.approx(140 / 160)
-    # Daly: t exp(-t / M) / (M (1 - exp(-t / M))), of 20 s between saves and 80 s between failures.
-    assert planned == pytest.approx(20 / 80 / (math.exp(20 / 80) - 1))
+    assert measured == pytest.approx(140 / 181)
+    # Daly: t exp(-t / M) / (M (1 - exp(-t / M))), of 20 s between saves and 80 s between failures,
+    # in the 160 of 181 s that are not between a failure and the first step after it.
+    assert planned == pytest.approx(20 / 80 / (math.exp(20 / 80) - 1) * 160 / 181)
