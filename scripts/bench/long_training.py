@@ -376,7 +376,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"long_training: {error}", file=sys.stderr)
         return 1
     if args.out:
-        append(args.out, machine_record(), *(line for run in runs for line in run.record()))
+        starts = [line for run in runs for line in run.lines("starts")]
+        took_s = round(sum(line["ended_at"] - line["began_at"] for line in starts), 1)
+        lines = (line for run in runs for line in run.record())
+        append(args.out, machine_record() | {"seconds": took_s}, *lines)
     return 0
 
 

@@ -215,7 +215,10 @@ def measure(name: str, inputs: Path) -> float:
     for number, command in enumerate(commands):
         begin_s = time.monotonic()
         written = run_command(command, folder / f"out{number}", folder / "log", inputs)
-        took = {"seconds": round(time.monotonic() - begin_s, 1), "measured_commit": commit}
+        # A program that went on from an earlier try says itself how long all of it took.
+        told = [line["seconds"] for line in written.machines if "seconds" in line]
+        took_s = sum(told) if told else round(time.monotonic() - begin_s, 1)
+        took = {"seconds": took_s, "measured_commit": commit}
         machines.append(machine_record(command) | took)
         lines += written.lines
     if not lines:
