@@ -100,7 +100,8 @@ MEASUREMENTS = {
         is_timed=True,
         commands=(
             "python -m scripts.faults --seed 1 --repeats 4 --out FILE",
-            "python -m scripts.faults --program megatron --seed 2 --repeats 1 --limit 6 --out FILE",
+            "python -m scripts.faults --program megatron --seed 2 --repeats 1 --limit 6 --stride 4 "
+            "--out FILE",
         ),
     ),
 }
