@@ -292,8 +292,9 @@ def check_repeats(notes: Iterable[dict], starts: Sequence[Start]) -> int:
 def starts_of(notes: Sequence[dict], ended: Sequence[dict], save_every: int) -> list[dict]:
     """For each start its fault, and the seconds and steps that it cost.
 
-    `step_s`: the median; `save_s`: the mean of what follows a save over that; `repeated`: its steps
-    that the start before had made. Evaluation is left out of `wall_s`.
+    `step_s`: the mean of steps that follow no save and no evaluation; `save_s`: the mean of those
+    that follow a save, over that; `repeated`: its steps that the start before had made. Evaluation
+    is left out of `wall_s`.
     """
     lines, reached = [], 0
     for start in ended:
@@ -318,11 +319,14 @@ def starts_of(notes: Sequence[dict], ended: Sequence[dict], save_every: int) -> 
         line["first_step_s"] = round(min(steps.values(), default=began["at"]) - began["at"], 3)
         evaluated_s = 0.0
         gaps = {step: at - steps[step - 1] for step, at in steps.items() if step - 1 in steps}
-        if gaps:
-            median_s = statistics.median(gaps.values())
-            extra = {step - 1: gap - median_s for step, gap in gaps.items()}
+        plain = [
+            s for step, s in gaps.items() if (step - 1) % save_every and step - 1 not in validated
+        ]
+        if plain:
+            mean_s = statistics.mean(plain)
+            extra = {step - 1: gap - mean_s for step, gap in gaps.items()}
             saves = [s for step, s in extra.items() if not step % save_every]
-            line["step_s"] = round(median_s, 4)
+            line["step_s"] = round(mean_s, 4)
             line["save_s"] = round(statistics.mean(saves), 3) if saves else None
             evaluated_s = sum(s for step, s in extra.items() if step in validated)
         line["wall_s"] = round(start["ended_at"] - start["began_at"] - evaluated_s, 2)
