@@ -34,10 +34,12 @@ ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "runs" / "measure_again"
 MOST_DAYS = 21
 _ENDS_S = 15.0  # from SIGTERM to SIGKILL
-_WHOLE = ("megatron_asynchzp/engine", "megatron_asynchzp/mcore")
+# Megatron-LM's script does not go through the door of other frameworks.
+_MEGATRON = ("megatron_asynchzp/mcore", ":!megatron_asynchzp/mcore/door")
+_WHOLE = ("megatron_asynchzp/engine", *_MEGATRON)
 _CONTENDERS = ("megatron_asynchzp/engine", "scripts/testbed/contenders", "scripts/testbed/fabric")
 _SCHEDULES = (*_CONTENDERS, "scripts/bench/bench_schedules.py")
-_COMPARE = (*_CONTENDERS, "megatron_asynchzp/mcore", "scripts/bench/compare.py")
+_COMPARE = (*_CONTENDERS, *_MEGATRON, "scripts/bench/compare.py")
 _PARITY = (*_WHOLE, "megatron_asynchzp/cpu_platform", "tests/mcore/test_parity.py")
 _CENSUS = ("scripts/train/census.py", "megatron_asynchzp/mcore/flags")
 _NETWORKS = "--profiles unlimited slower-between-nodes fast --only "
@@ -47,10 +49,10 @@ _NETWORKS += "'distributed optimizer' DDP FSDP 'HSDP' 'AsyncHZP threaded'"
 class Measurement(NamedTuple):
     """How one record is made.
 
-    `rooms`: files and folders, a change of which makes the record stale; `is_timed`: a busy machine
-    changes it; `commands`: in place of those that the record's machine lines state. In a command
-    each FILE is a new path; the program writes the record's lines to the first of them, or into the
-    only .jsonl file of a folder there.
+    `rooms`: files and folders, a change of which makes the record stale, as git's pathspecs;
+    `is_timed`: a busy machine changes it; `commands`: in place of those that the record's machine
+    lines state. In a command each FILE is a new path; the program writes the record's lines to the
+    first of them, or into the only .jsonl file of a folder there.
     """
 
     rooms: tuple[str, ...]
