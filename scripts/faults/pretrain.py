@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.training import training
+from megatron.training import arguments, training
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,15 +28,16 @@ def note(*words: Any) -> None:
 
 
 def shorten_limit() -> None:
-    """As if --distributed-timeout-minutes took fractions."""
-    initialize = megatron_runs.initialized_args
+    """As if --distributed-timeout-minutes took fractions: validation then resolves the run."""
+    parse = arguments.parse_args
 
-    def shortened(argv: list[str]) -> Any:
-        args = initialize(argv)
-        args.distributed_timeout_minutes = float(os.environ["FAULT_LIMIT_S"]) / 60
-        return args
+    @wraps(parse)
+    def shortened(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        parsed.distributed_timeout_minutes = float(os.environ["FAULT_LIMIT_S"]) / 60
+        return parsed
 
-    megatron_runs.initialized_args = shortened
+    arguments.parse_args = shortened
 
 
 def prepare(moment: Moment) -> None:
