@@ -85,6 +85,7 @@ CONTEXT: dict[str, Any] = {"model": {"context_parallel_size": 2}, "has_pasa": Tr
         pytest.param(2, (1, 1, 2), [("gpt", {}), ("llama", {"is_fp32": True})], id="1,1,2"),
         pytest.param(4, (2, 2, 2), [("llama", TENSOR), ("qwen", PIPELINE)], id="2,2,2"),
         pytest.param(4, (2, 2, 4), [("gpt", {}), ("llama", CONTEXT)], id="2,2,4"),
+        pytest.param(4, (1, 2, 4), [("gpt", {})], id="1,2,4"),
     ],
 )
 def test_layouts_dtypes_and_sizes_train_as_stock(
