@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Calls Megatron Bridge's own pretrain() with its recipes, shrunk, and notes each step.
+"""Calls Megatron Bridge's own functions, with its recipes shrunk, and notes each step.
 
-torchrun ... -m tests.door.bridge_run OUT.json CALLS. CALLS is a JSON list of keyword arguments of
-`train`; those with stock DDP come before those with AsyncHZP. What the calls return is written to
-OUT.json.
+torchrun ... -m tests.door.bridge_run OUT.json CALLS. CALLS is a JSON list of [function of this
+module, its keyword arguments]; trainings with stock DDP come before those with AsyncHZP. What the
+calls return is written to OUT.json.
 """
 
 import json
@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from tests.door.te_cpu import prepare
 
@@ -97,6 +98,8 @@ def train(
     checkpoint: dict[str, Any] | None = None,
     is_fp32: bool = False,
     has_pasa: bool = False,
+    is_initialized_from_source: bool = False,
+    exports: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Call pretrain().
 
@@ -108,6 +111,8 @@ def train(
         checkpoint: More settings of checkpoints.
         is_fp32: Train in fp32, not in bf16.
         has_pasa: Take PASA as attention, which knows context parallelism on CPUs.
+        is_initialized_from_source: Load the weights of `source` before the model is wrapped.
+        exports: The folders into which weights are exported after a step, by its number.
     """
     if system == "ours":
         from megatron_asynchzp import install
@@ -115,7 +120,7 @@ def train(
         install()  # the line that a user adds
     _initialize()
     function, small = RECIPES[recipe]
-    config = _config(function, source)
+    config, bridge = _config(function, source)
     for settings in (_SMALL, small, {"model": model or {}, "checkpoint": checkpoint or {}}):
         for part, values in settings.items():
             _change(getattr(config, part), values)
@@ -126,6 +131,8 @@ def train(
         _make_fp32(config)
     if has_pasa:
         config.model.transformer_layer_spec = pasa_layer_spec
+    if is_initialized_from_source:
+        config.model.register_pre_wrap_hook(bridge.load_hf_weights)
     notes: dict[str, Any] = {"steps": []}
 
     def note(context: Any) -> None:
@@ -134,12 +141,33 @@ def train(
         loss = (context.loss_dict or {"lm loss": 0.0})["lm loss"]  # on the last stage
         notes["steps"].append((float(torch.as_tensor(loss).flatten()[0]), context.grad_norm))
         notes["wrapper"] = type(context.model[0]).__name__
+        if folder := (exports or {}).get(str(len(notes["steps"]))):
+            bridge.save_hf_pretrained(context.model, folder)
 
     callbacks = _bridge("training.callbacks").CallbackManager()
     callbacks.register("on_train_step_end", note)
     step = _bridge("training.gpt_step").forward_step
     _bridge("training.pretrain").pretrain(config, step, callbacks)
     return notes
+
+
+def import_weights(source: str, checkpoint: str) -> None:
+    """Make a checkpoint of the tiny model in `source`."""
+    from megatron.core.tensor_parallel import layers
+
+    _initialize()
+    # The model is only built: its attention and its fused gradients need a GPU to compute.
+    has_fusion = mock.patch.object(layers, "_grad_accum_fusion_available", True)
+    with mock.patch.dict(os.environ), has_fusion:
+        for kind in ("FLASH", "FUSED", "UNFUSED"):
+            os.environ.pop(f"NVTE_{kind}_ATTN", None)
+        _bridge("").AutoBridge.import_ckpt(source, checkpoint)
+    _bridge("training.initialize").destroy_global_state()
+
+
+def export_weights(source: str, checkpoint: str, folder: str) -> None:
+    """Write the weights of `checkpoint` to `folder` in the form of Hugging Face."""
+    _bridge("").AutoBridge.from_hf_pretrained(source).export_ckpt(checkpoint, folder)
 
 
 def pasa_layer_spec(config: Any) -> Any:
@@ -157,14 +185,15 @@ def _bridge(name: str) -> Any:
     return import_module(f"megatron.bridge.{name}".rstrip("."))
 
 
-def _config(function: str, source: str | None) -> Any:
-    """The recipe's config. The model in `source` stands for the recipe's name on the hub."""
+def _config(function: str, source: str | None) -> tuple[Any, Any]:
+    """The recipe's config, and the bridge of `source`, which stands for a name on the hub."""
     module_name, name = function.rsplit(".", 1)
     module = _bridge(f"recipes.{module_name}")
+    bridge = None
     if source is not None:
         bridge = _bridge("").AutoBridge.from_hf_pretrained(source)
         module.AutoBridge = SimpleNamespace(from_hf_pretrained=lambda *_, **__: bridge)
-    return getattr(module, name)()
+    return getattr(module, name)(), bridge
 
 
 def _change(part: Any, values: dict[str, Any]) -> None:
@@ -203,14 +232,15 @@ def _prepare_bridge() -> None:
             setattr(old_allocation, name, getattr(allocation, name))
 
 
-def main(out: Path, calls: list[dict[str, Any]]) -> None:
+def main(out: Path, calls: list[tuple[str, dict[str, Any]]]) -> None:
     """Make the calls one after another."""
     prepare()
     _prepare_bridge()
+    functions = {made.__name__: made for made in (train, import_weights, export_weights)}
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1  # of the last stage
     results: list[Any] = []
-    for arguments in calls:
-        results.append(train(**arguments))
+    for name, arguments in calls:
+        results.append(functions[name](**arguments))
         if is_last:
             out.write_text(json.dumps({"results": results}))
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron Bridge's own pretrain() trains, saves and resumes alike with stock DDP and AsyncHZP."""
+"""Megatron Bridge trains, resumes, imports and exports alike with stock DDP and AsyncHZP."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ Sizes = tuple[int, int, int]
 
 
 def call(tmp_path: Path, *calls: Any, ranks: int = 2, sizes: Sizes = (2, 2, 2)) -> list[dict]:
-    """What `calls` of bridge_run.train return, one after another in the same processes."""
+    """What `calls` of functions of bridge_run return, one after another in the same processes."""
     names = ("PARAM", "GRAD", "OPTIM")
     env = {f"ASYNCHZP_{n}_SHARD_SIZE": str(size) for n, size in zip(names, sizes, strict=True)}
     out = tmp_path / "results.json"
@@ -46,9 +46,9 @@ def model_of(tmp_path: Path, recipe: str) -> str | None:
     return str(folder)
 
 
-def training(tmp_path: Path, recipe: str, system: str, **more: Any) -> dict:
+def training(tmp_path: Path, recipe: str, system: str, **more: Any) -> tuple[str, dict]:
     source = model_of(tmp_path, recipe)
-    return {"recipe": recipe, "system": system, "source": source, **more}
+    return "train", {"recipe": recipe, "system": system, "source": source, **more}
 
 
 def assert_close(steps: list, expected: list) -> None:
@@ -71,6 +71,53 @@ def test_pretrain_trains_and_resumes_as_stock_also_from_and_to_stock(tmp_path: P
     assert resumed["steps"] == ours["steps"][SAVED_AT:]
     assert_close(back["steps"], stock["steps"][SAVED_AT:])
     assert_close(taken_over["steps"], stock["steps"][SAVED_AT:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["llama", "qwen"])
+def test_weights_of_hugging_face_are_imported_and_exported_as_with_stock(
+    tmp_path: Path, recipe: str
+):
+    from safetensors.torch import load_file
+
+    source = model_of(tmp_path, recipe)
+    imported = str(tmp_path / "imported")
+    folders = {system: str(tmp_path / system) for system in ("stock", "ours")}
+    running = {str(step): str(tmp_path / f"running {step}") for step in (SAVED_AT, 6)}
+    saves: dict[str, dict[str, Any]] = {
+        s: {"pretrained_checkpoint": imported, "save": folders[s]} for s in folders
+    }
+    saves["ours"]["also_save_hf_checkpoint"] = True
+    _, stock, ours, *others = call(
+        tmp_path,
+        ("import_weights", {"source": source, "checkpoint": imported}),
+        training(tmp_path, recipe, "stock", checkpoint=saves["stock"]),
+        training(tmp_path, recipe, "ours", checkpoint=saves["ours"], exports=running),
+        training(tmp_path, recipe, "ours", is_initialized_from_source=True),
+        training(tmp_path, recipe, "ours", checkpoint={"pretrained_checkpoint": source}),
+    )
+    check_equal(stock, ours)
+    assert [run["steps"] for run in others] == [ours["steps"]] * 2
+    exported = {
+        (system, step): tmp_path / f"{system} {step}"
+        for system in folders
+        for step in (SAVED_AT, 6)
+    }
+    exports = [
+        {"source": source, "checkpoint": f"{folders[s]}/iter_{step:07}", "folder": str(folder)}
+        for (s, step), folder in exported.items()
+    ]
+    call(tmp_path, *(("export_weights", export) for export in exports), ranks=1)
+    first = load_file(f"{source}/model.safetensors")
+    for step in (SAVED_AT, 6):
+        expected = load_file(exported["stock", step] / "model.safetensors")
+        assert expected.keys() == first.keys()
+        assert not any(value.equal(first[name]) for name, value in expected.items())
+        beside = Path(folders["ours"]) / f"iter_{step:07}" / "hf"
+        for folder in (exported["ours", step], Path(running[str(step)]), beside):
+            weights = load_file(folder / "model.safetensors")
+            assert weights.keys() == expected.keys()
+            assert all(value.equal(expected[name]) for name, value in weights.items()), folder
 
 
 TENSOR: dict[str, Any] = {"model": {"tensor_model_parallel_size": 2}}
