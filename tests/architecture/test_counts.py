@@ -8,7 +8,7 @@ from tests.architecture.counts import counts
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "lines": 40040,
+    "lines": 40090,
     "docstring words": 36247,
     "docstring lines": 3342,
     "raise ConfigurationError": 252,

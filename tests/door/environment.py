@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Frameworks of the registry in folders of their own, and their runs on two ranks of this machine.
+"""Frameworks of the registry in folders of their own, and their runs on ranks of this machine.
 
 Nothing of a framework is part of this project.
 """
@@ -37,12 +37,14 @@ def folder_of(packages: Sequence[str]) -> Path:
         pytest.skip(f"the registry does not give {packages[0]}: {error}")
 
 
-def run(folder: Path, module: str, out: Path, *args: str, env: dict[str, str]) -> dict[str, Any]:
+def run(
+    folder: Path, module: str, out: Path, *args: str, env: dict[str, str], ranks: int = 2
+) -> dict[str, Any]:
     """What a module of these tests writes to `out`, run by torchrun over the packages of `folder`.
 
     It gets `out` and `args`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(free_port()), "-m", f"tests.door.{module}", str(out), *args]
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(

@@ -1,12 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron Bridge's own pretrain() trains, saves and resumes alike with stock DDP and AsyncHZP."""
+"""Megatron Bridge trains, resumes, imports and exports alike with stock DDP and AsyncHZP."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.door.environment import SIZES, check_equal, folder_of, run
+from tests.door.environment import check_equal, folder_of, run
+from tests.door.tiny_models import make_model
 
 PACKAGES = (
     "megatron-bridge==0.6.2 nvidia-modelopt==0.47.0 nvidia-resiliency-ext==0.7.0 "
@@ -20,26 +23,123 @@ PACKAGES = (
     "tzdata wandb==0.29.0 wcmatch webdataset xattr xxhash yarl "
     "--python-platform x86_64-manylinux_2_39"  # nvidia-resiliency-ext asks for its glibc
 )
+MODELS = {"gpt": None, "llama": "Llama", "qwen": "Qwen3Moe"}
 SAVED_AT = 4
+Sizes = tuple[int, int, int]
 
 
-def pretrain(tmp_path: Path, name: str, folder: str, *words: str, ours: bool = True) -> dict:
-    """The run `name` with checkpoints in `folder`, as `bridge_run` notes it."""
-    system, env = ("ours", SIZES) if ours else ("stock", {})
-    place = str(tmp_path / folder)
-    packages = PACKAGES.split()
-    return run(folder_of(packages), "bridge_run", tmp_path / name, place, system, *words, env=env)
+def call(tmp_path: Path, *calls: Any, ranks: int = 2, sizes: Sizes = (2, 2, 2)) -> list[dict]:
+    """What `calls` of functions of bridge_run return, one after another in the same processes."""
+    names = ("PARAM", "GRAD", "OPTIM")
+    env = {f"ASYNCHZP_{n}_SHARD_SIZE": str(size) for n, size in zip(names, sizes, strict=True)}
+    out = tmp_path / "results.json"
+    packages = folder_of(PACKAGES.split())
+    return run(packages, "bridge_run", out, json.dumps(calls), env=env, ranks=ranks)["results"]
+
+
+def model_of(tmp_path: Path, recipe: str) -> str | None:
+    """The folder of the tiny model of a recipe."""
+    if (name := MODELS[recipe]) is None:
+        return None
+    if not (folder := tmp_path / name).exists():
+        make_model(folder, name)
+    return str(folder)
+
+
+def training(tmp_path: Path, recipe: str, system: str, **more: Any) -> tuple[str, dict]:
+    source = model_of(tmp_path, recipe)
+    return "train", {"recipe": recipe, "system": system, "source": source, **more}
+
+
+def assert_close(steps: list, expected: list) -> None:
+    assert steps == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
 @pytest.mark.slow
-def test_pretrain_trains_and_resumes_as_stock_also_from_and_to_stock(tmp_path: Path):
-    stock = pretrain(tmp_path, "stock.json", "of_stock", ours=False)
-    ours = pretrain(tmp_path, "ours.json", "of_ours")
+@pytest.mark.parametrize("recipe", MODELS)
+def test_pretrain_trains_and_resumes_as_stock_also_from_and_to_stock(tmp_path: Path, recipe: str):
+    folders = {system: str(tmp_path / system) for system in ("stock", "ours")}
+    new = (training(tmp_path, recipe, s, checkpoint={"save": folders[s]}) for s in folders)
+    stock, ours = call(tmp_path, *new)
     check_equal(stock, ours)
-    resumed = pretrain(tmp_path, "resumed.json", "of_ours", "load")
+    pairs = [("stock", "ours"), ("ours", "ours"), ("ours", "stock")]
+    later = [
+        training(tmp_path, recipe, s, checkpoint={"load": folders[saver], "ckpt_step": SAVED_AT})
+        for s, saver in pairs
+    ]
+    back, resumed, taken_over = call(tmp_path, *later)
     assert resumed["steps"] == ours["steps"][SAVED_AT:]
-    back = pretrain(tmp_path, "back.json", "of_ours", "load", ours=False)
-    taken_over = pretrain(tmp_path, "taken_over.json", "of_stock", "load")
-    for others in (back, taken_over):
-        for step, expected in zip(others["steps"], stock["steps"][SAVED_AT:], strict=True):
-            assert step == pytest.approx(expected, rel=1e-6)
+    assert_close(back["steps"], stock["steps"][SAVED_AT:])
+    assert_close(taken_over["steps"], stock["steps"][SAVED_AT:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["llama", "qwen"])
+def test_weights_of_hugging_face_are_imported_and_exported_as_with_stock(
+    tmp_path: Path, recipe: str
+):
+    from safetensors.torch import load_file
+
+    source = model_of(tmp_path, recipe)
+    imported = str(tmp_path / "imported")
+    folders = {system: str(tmp_path / system) for system in ("stock", "ours")}
+    running = {str(step): str(tmp_path / f"running {step}") for step in (SAVED_AT, 6)}
+    saves: dict[str, dict[str, Any]] = {
+        s: {"pretrained_checkpoint": imported, "save": folders[s]} for s in folders
+    }
+    saves["ours"]["also_save_hf_checkpoint"] = True
+    _, stock, ours, *others = call(
+        tmp_path,
+        ("import_weights", {"source": source, "checkpoint": imported}),
+        training(tmp_path, recipe, "stock", checkpoint=saves["stock"]),
+        training(tmp_path, recipe, "ours", checkpoint=saves["ours"], exports=running),
+        training(tmp_path, recipe, "ours", is_initialized_from_source=True),
+        training(tmp_path, recipe, "ours", checkpoint={"pretrained_checkpoint": source}),
+    )
+    check_equal(stock, ours)
+    assert [run["steps"] for run in others] == [ours["steps"]] * 2
+    exported = {
+        (system, step): tmp_path / f"{system} {step}"
+        for system in folders
+        for step in (SAVED_AT, 6)
+    }
+    exports = [
+        {"source": source, "checkpoint": f"{folders[s]}/iter_{step:07}", "folder": str(folder)}
+        for (s, step), folder in exported.items()
+    ]
+    call(tmp_path, *(("export_weights", export) for export in exports), ranks=1)
+    first = load_file(f"{source}/model.safetensors")
+    for step in (SAVED_AT, 6):
+        expected = load_file(exported["stock", step] / "model.safetensors")
+        assert expected.keys() == first.keys()
+        assert not any(value.equal(first[name]) for name, value in expected.items())
+        beside = Path(folders["ours"]) / f"iter_{step:07}" / "hf"
+        for folder in (exported["ours", step], Path(running[str(step)]), beside):
+            weights = load_file(folder / "model.safetensors")
+            assert weights.keys() == expected.keys()
+            assert all(value.equal(expected[name]) for name, value in weights.items()), folder
+
+
+TENSOR: dict[str, Any] = {"model": {"tensor_model_parallel_size": 2}}
+PIPELINE: dict[str, Any] = {"model": {"pipeline_model_parallel_size": 2}}
+CONTEXT: dict[str, Any] = {"model": {"context_parallel_size": 2}, "has_pasa": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "runs"),
+    [
+        pytest.param(2, (1, 1, 2), [("gpt", {}), ("llama", {"is_fp32": True})], id="1,1,2"),
+        pytest.param(4, (2, 2, 2), [("llama", TENSOR), ("qwen", PIPELINE)], id="2,2,2"),
+        pytest.param(4, (2, 2, 4), [("gpt", {}), ("llama", CONTEXT)], id="2,2,4"),
+        pytest.param(4, (1, 2, 4), [("gpt", {})], id="1,2,4"),
+    ],
+)
+def test_layouts_dtypes_and_sizes_train_as_stock(
+    tmp_path: Path, ranks: int, sizes: Sizes, runs: list[tuple[str, dict]]
+):
+    systems = ("stock", "ours")
+    calls = [training(tmp_path, recipe, s, **more) for s in systems for recipe, more in runs]
+    results = call(tmp_path, *calls, ranks=ranks, sizes=sizes)
+    for stock, ours in zip(results[: len(runs)], results[len(runs) :], strict=True):
+        check_equal(stock, ours)

@@ -211,3 +211,14 @@ def test_moments_and_gradients_have_the_dtypes_that_the_dataclasses_ask_for():
             "asked": False,  # the caller's own dataclass is as it was
             "groups": {0.25},
         }
+
+
+@pytest.mark.parametrize("name", ["no_sync", "start_grad_sync", "start_param_sync"])
+def test_a_saved_configuration_names_the_functions_of_stock(name: str):
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_asynchzp.mcore.door.wrapper import DoorDataParallel
+
+    ours, stock = getattr(DoorDataParallel, name), getattr(DistributedDataParallel, name)
+    assert ours is not stock
+    assert (ours.__module__, ours.__qualname__) == (stock.__module__, stock.__qualname__)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.door.environment import ROOT, SIZES, check_equal, folder_of, run
-from tests.door.tiny_qwen import make_model
+from tests.door.tiny_models import make_model, write_sums
 
 PACKAGES = (
     "ms-swift==4.6.0 mcore-bridge==1.6.5 transformers==5.19.0 peft==0.20.0 trl==0.29.1 "
@@ -46,6 +46,7 @@ def sft(folder: Path, tmp_path: Path, name: str, *arguments: str, ours: bool = T
 
     if not (model := tmp_path / "model").exists():
         make_model(model)
+        write_sums(model / "data.jsonl")
     env = SIZES if ours else {}
     words = ["--model", str(model), "--dataset", str(model / "data.jsonl"), *ARGUMENTS.split()]
     words += ["--output_dir", str(tmp_path / name), *arguments]

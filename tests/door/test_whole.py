@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that reads or writes `param.data` finds whole parameters within whole()."""
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +45,94 @@ def units_held(loop: Loop) -> list[int]:
         param.data.sum()
         counts.append(sum(unit.is_unsharded for unit in loop.model[0].units))
     return counts
+
+
+def weights_of(megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in megatron_model:
+        yield from ((name, param.data.clone()) for name, param in chunk.named_parameters())
+
+
+# fmt: off
+class MegatronPeftBridge:
+    def stream_adapter_weights_megatron_to_hf(
+        self, megatron_model, cpu=True, show_progress=True, exclude_adapter_base_prefixes=None
+    ):
+        yield from weights_of(megatron_model)
+
+
+class MegatronQuantizationBridge:
+    def stream_weights_megatron_to_hf_quant(
+        self, megatron_model, hf_pretrained, quantization_checker, quant_fn, quant_block_size=None,
+        cpu=True, show_progress=True, conversion_tasks=None, merge_adapter_weights=False,
+    ):
+        yield from weights_of(megatron_model)
+
+
+class MegatronModelBridge(MegatronPeftBridge, MegatronQuantizationBridge):
+    """What Megatron Bridge has under these names, without its conversions."""
+
+    def stream_weights_megatron_to_hf(
+        self, megatron_model, hf_pretrained, cpu=True, show_progress=True, conversion_tasks=None,
+        merge_adapter_weights=True, weight_dtype=None,
+    ):
+        yield from weights_of(megatron_model)
+
+    def load_weights_hf_to_megatron(
+        self, hf_pretrained, megatron_model, allowed_mismatched_params=None
+    ):
+        with torch.no_grad():
+            for chunk in megatron_model:
+                for name, param in chunk.named_parameters():
+                    param.copy_(hf_pretrained[name])
+        return megatron_model
+# fmt: on
+
+
+def import_bridge() -> None:
+    kinds = (MegatronModelBridge, MegatronPeftBridge, MegatronQuantizationBridge)
+    for name, kind in zip(("model", "peft", "quant"), kinds, strict=True):
+        module = ModuleType(f"megatron.bridge.models.conversion.{name}_bridge")
+        setattr(module, kind.__name__, kind)
+        sys.modules[module.__name__] = module
+
+
+def use_bridge(options: dict) -> dict[str, Any]:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    install()
+    import_bridge()
+    bridge, loop = MegatronModelBridge(), Loop(**options).build()
+    loop.train(0, 2)
+    modules = [chunk.module for chunk in loop.model]
+    exports = {
+        "all": bridge.stream_weights_megatron_to_hf(loop.model, None),
+        "all by keyword": bridge.stream_weights_megatron_to_hf(
+            megatron_model=modules, hf_pretrained=None
+        ),
+        "codes": bridge.stream_weights_megatron_to_hf_quant(modules, None, None, None),
+        "adapters": bridge.stream_adapter_weights_megatron_to_hf(modules),
+    }
+    exported = {name: [value for _, value in export] for name, export in exports.items()}
+    values = new_values(loop)
+    loop = Loop(**options).build()
+    bridge.load_weights_hf_to_megatron(values, loop.model)
+    loaded = loop.train(0, 2)
+    loop = Loop(**options)
+    loop.build_model()
+    bridge.load_weights_hf_to_megatron(values, loop.model)
+    loop.make_optimizer()
+    return {"exported": exported, "loaded": [loaded, loop.train(0, 2)]}
+
+
+def test_megatron_bridge_reads_and_writes_whole_parameters():
+    for results in on_ranks(use_bridge, 2, {"dtype": torch.bfloat16}):
+        expected, *exports = results["exported"].values()
+        assert not any(value.isnan().any() for value in expected)
+        for values in exports:
+            assert all(map(torch.equal, values, expected)) and len(values) == len(expected)
+        after, before = results["loaded"]
+        assert after == before
 
 
 def read_and_write(options: dict) -> dict[str, Any]:

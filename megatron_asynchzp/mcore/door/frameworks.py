@@ -17,20 +17,31 @@ from megatron_asynchzp.mcore.patches.patch import Patch, apply_patches, replaces
 from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 
 _TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
+_BRIDGE = "megatron.bridge.models.conversion"
+
+
+def _exporting(method: str, parameters: str) -> Patch:
+    def export(original: Callable, self: Any, *args: Any, **options: Any) -> Iterator[Any]:
+        models = args[0] if args else options[parameters.split()[1]]
+        with whole(models):
+            yield from original(self, *args, **options)
+
+    why = "a bridge writes and sends weights in the form of Hugging Face from here"
+    drop_when = "the bridge asks the wrapper for whole parameters"
+    return replaces(method, parameters, why=why, drop_when=drop_when)(export)
 
 
 @replaces(
-    "mcore_bridge.bridge.gpt_bridge.GPTBridge.export_weights",
-    "self mg_models target_device only_master_rank peft_format adapter_name converter tqdm_desc "
-    "disable_tqdm _is_saving skip_unsupported_export",
-    why="ms-swift saves and sends weights in the form of Hugging Face from here",
-    drop_when="the bridge asks the wrapper for whole parameters",
+    f"{_BRIDGE}.model_bridge.MegatronModelBridge.load_weights_hf_to_megatron",
+    "self hf_pretrained megatron_model allowed_mismatched_params",
+    why="Megatron Bridge reads weights of Hugging Face here, also after the optimizer is made",
+    drop_when="as above",
 )
-def export_weights(
-    original: Callable, self: Any, mg_models: Any, *args: Any, **options: Any
-) -> Iterator[Any]:
-    with whole(mg_models):
-        yield from original(self, mg_models, *args, **options)
+def load_weights(
+    original: Callable, self: Any, hf_pretrained: Any, megatron_model: Any, *args: Any, **more: Any
+) -> Any:
+    with whole(megatron_model, writes=True):
+        return original(self, hf_pretrained, megatron_model, *args, **more)
 
 
 @replaces(
@@ -110,7 +121,30 @@ def _is_asleep(optimizer: AsyncHZPOptimizer) -> bool:
 
 _SWIFT, _VERL = "swift.megatron.trainers.utils", "verl.utils.megatron_utils"
 _PATCHES: dict[str, list[Patch]] = {
-    "mcore_bridge": [export_weights],
+    "mcore_bridge": [
+        _exporting(
+            "mcore_bridge.bridge.gpt_bridge.GPTBridge.export_weights",
+            "self mg_models target_device only_master_rank peft_format adapter_name converter "
+            "tqdm_desc disable_tqdm _is_saving skip_unsupported_export",
+        )
+    ],
+    f"{_BRIDGE}.model_bridge": [
+        load_weights,
+        _exporting(
+            f"{_BRIDGE}.model_bridge.MegatronModelBridge.stream_weights_megatron_to_hf",
+            "self megatron_model hf_pretrained cpu show_progress conversion_tasks "
+            "merge_adapter_weights weight_dtype",
+        ),
+        _exporting(
+            f"{_BRIDGE}.quant_bridge.MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
+            "self megatron_model hf_pretrained quantization_checker quant_fn quant_block_size cpu "
+            "show_progress conversion_tasks merge_adapter_weights",
+        ),
+        _exporting(
+            f"{_BRIDGE}.peft_bridge.MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
+            "self megatron_model cpu show_progress exclude_adapter_base_prefixes",
+        ),
+    ],
     "swift.megatron.trainers.base": [
         prepare_model,
         initialize_embedding,

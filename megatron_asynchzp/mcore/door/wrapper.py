@@ -12,9 +12,11 @@ then: what was loaded, initialised or frozen in between is sharded, and a model 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, override
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch.nn.modules.module import _IncompatibleKeys
@@ -99,9 +101,23 @@ class DoorDataParallel(AsyncHZPDataParallel):
             )
         return super().forward(*args, **kwargs)
 
+    # A framework puts these into its configuration. Megatron Bridge saves that with the functions'
+    # names, and reads only those that stock has.
+
     @override
+    @wraps(DistributedDataParallel.no_sync)
     def no_sync(self) -> AbstractContextManager:
         return super().no_sync() if self.is_sharded else nullcontext()
+
+    @override
+    @wraps(DistributedDataParallel.start_grad_sync)
+    def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
+        super().start_grad_sync(*unused, **kwargs)
+
+    @override
+    @wraps(DistributedDataParallel.start_param_sync)
+    def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
+        super().start_param_sync(*unused, **kwargs)
 
     @override
     def zero_grad_buffer(self) -> None:
