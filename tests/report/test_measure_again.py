@@ -72,7 +72,9 @@ def test_every_cited_record_is_measured_again_or_is_of_a_program_that_is_gone():
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_the_rooms_and_the_program_of_every_measurement_exist(name):
     chosen = MEASUREMENTS[name]
-    assert not [room for room in chosen.rooms if not (rebuild.ROOT / room.removeprefix(":!")).exists()]
+    assert not [
+        room for room in chosen.rooms if not (rebuild.ROOT / room.removeprefix(":!")).exists()
+    ]
     commands = chosen.commands or [line["command"] for line in read_record(name).machines]
     for command in commands:
         assert "FILE" in command and existing_paths(command), command
