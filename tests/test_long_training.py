@@ -18,7 +18,7 @@ from scripts.bench.long_training import (
     main,
     starts_of,
 )
-from scripts.report.long_training import goodput
+from scripts.report.long_training import goodput, markdown
 from scripts.report.records import read
 from scripts.testbed.launches import Ended
 
@@ -162,3 +162,23 @@ def test_goodput_is_the_time_of_the_steps_that_count_over_all_time():
     # Daly: t exp(-t / M) / (M (1 - exp(-t / M))), of 20 s between saves and 80 s between failures,
     # in the 160 of 181 s that are not between a failure and the first step after it.
     assert planned == pytest.approx(20 / 80 / (math.exp(20 / 80) - 1) * 160 / 181)
+
+
+def test_a_row_has_what_a_run_and_the_seeds_had_at_its_last_step():
+    def noted_losses(run: str, kind: str, losses: dict[int, float]) -> list[dict]:
+        return [{"run": run, "kind": kind, "step": s, "loss": loss} for s, loss in losses.items()]
+
+    lines = []
+    for run, apart in (("stock-1", 0.0), ("stock-2", 0.25), ("stock-3", 0.125)):
+        lines += noted_losses(run, "step", {10: 4 + apart, 20: 2 + apart, 30: 1.5 + apart})
+        lines += noted_losses(run, "validation", {15: 3 + apart, 30: 1.75 + apart})
+    lines += noted_losses("ours", "step", {20: 2.5, 10: 4.0, 30: 1.0})
+    lines += noted_losses("ours", "validation", {30: 1.625})
+    lines += noted_losses("fp8", "step", {10: 4.5, 20: 2.25})
+    *_, ours, fp8 = markdown(lines).splitlines()
+    # Training losses are means of the losses so far: at most 5.
+    assert ours.split("|")[2:-1] == [
+        *(" 30 ", " 2.5000 ", " 2.5000 to 2.7500 "),
+        *(" 1.6250 ", " 1.7500 to 2.0000 ", " 0 "),
+    ]
+    assert fp8.split("|")[2:-1] == [" 20 ", " 3.3750 ", " 3.0000 to 3.2500 ", "  ", "  ", " 0 "]

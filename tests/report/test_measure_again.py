@@ -155,6 +155,16 @@ def test_a_measurement_replaces_its_record_with_the_commit_and_is_then_done(plan
     assert capsys.readouterr().out == "0 records: 0 minutes, and 0 of unknown length\n"
 
 
+def test_a_program_that_went_on_from_an_earlier_try_says_how_long_all_took(planted):
+    told = "".join(f'{{"kind": "machine", "seconds": {s}}}\\n' for s in (7000.5, 754))
+    code = (planted / "program.py").read_text().replace("'{", f"'{told}{{")
+    (planted / "program.py").write_text(code)
+    commit(planted, "2026-11-12T12:00:00")
+    assert main([]) == 0
+    machine, line = map(json.loads, (planted / "docs" / "made.jsonl").read_text().splitlines())
+    assert machine["seconds"] == 7754.5 and line == {"ms": 2}
+
+
 @pytest.mark.parametrize(
     "command, line",
     [
