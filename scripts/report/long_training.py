@@ -29,11 +29,16 @@ def losses(lines: Sequence[dict], run: str, kind: str) -> dict[int, float]:
     }
 
 
+def starts_with_failures(lines: Sequence[dict]) -> list[dict]:
+    """The starts of the run with failures; only the last one has none."""
+    return [line for line in lines if line["kind"] == "start" and line["run"] == "failures"]
+
+
 def markdown(lines: Sequence[dict]) -> str:
     """A row for each run, next to what the seeds of stock Megatron had at its last step."""
     seeds = [_smooth(losses(lines, run, "step")) for run in STOCK]
     validated = [losses(lines, run, "validation") for run in STOCK]
-    failed = [x for x in lines if x["kind"] == "start" and x["run"] == "failures" and x["fault"]]
+    failed = [start for start in starts_with_failures(lines) if start["fault"]]
     rows = []
     for run, (name, _) in NAMES.items():
         if not (curve := _smooth(losses(lines, run, "step"))):
@@ -66,7 +71,7 @@ def goodput(lines: Sequence[dict]) -> tuple[float, float]:
     Its failures strike in steps alone, never in a restart. So the planner's formula is asked for
     the time between the restarts, without any, and their part of all time comes off afterwards.
     """
-    starts = [x for x in lines if x["kind"] == "start" and x["run"] == "failures"]
+    starts = starts_with_failures(lines)
     again = [start["repeated"] for start in starts[1:]] + [0]
     usual_s = statistics.median(start["step_s"] for start in starts if "step_s" in start)
     counted_s = sum(
@@ -106,18 +111,18 @@ def draw(lines: Sequence[dict], file: Path) -> None:
     handles = [Patch(color=styles.STOCK, alpha=0.35, label="stock Megatron, bf16, three seeds")]
     handles += [Line2D([], [], color=colour, label=name) for name, colour in NAMES.values()]
     styles.add_legend(figure, handles, ncols=2)
-    for line in lines:
-        if line["kind"] == "start" and line["run"] == "failures" and line["fault"]:
+    for start in starts_with_failures(lines):
+        if start["fault"]:
             for axes in panels:
-                axes.axvline(line["to"], color=styles.GREY, linewidth=0.7, linestyle=":", zorder=0)
-            words = f"{line['fault']}, {line['ranks']} ranks"
+                axes.axvline(start["to"], color=styles.GREY, linewidth=0.7, linestyle=":", zorder=0)
+            words = f"{start['fault']}, {start['ranks']} ranks"
             place = {"rotation": 90, "ha": "right", "va": "top", "fontsize": styles.SMALL}
-            panels[0].text(line["to"], max(mean.values()), words, color=styles.INK, **place)
+            panels[0].text(start["to"], max(mean.values()), words, color=styles.INK, **place)
     panels[0].set_ylabel("training loss (nats per byte)", fontsize=styles.NORMAL)
     panels[1].set_ylabel("from the seeds' mean", fontsize=styles.NORMAL)
     panels[1].set_xlabel("training step", fontsize=styles.NORMAL)
     styles.add_caption(
-        figure, "A point: the mean of 5 noted losses. Dotted: a failure, at its step"
+        figure, f"A point: the mean of {_SMOOTHED} noted losses. Dotted: a failure, at its step"
     )
     figure.savefig(file, dpi=styles.DPI)
 
