@@ -41,6 +41,7 @@ _CONTENDERS = ("megatron_asynchzp/engine", "scripts/testbed/contenders", "script
 _SCHEDULES = (*_CONTENDERS, "scripts/bench/bench_schedules.py")
 _COMPARE = (*_CONTENDERS, *_MEGATRON, "scripts/bench/compare.py")
 _PARITY = (*_WHOLE, "megatron_asynchzp/cpu_platform", "tests/mcore/test_parity.py")
+_FAULTS = ("megatron_asynchzp/engine/comm", "megatron_asynchzp/engine/failure")
 _CENSUS = ("scripts/train/census.py", "megatron_asynchzp/mcore/flags")
 _NETWORKS = "--profiles unlimited slower-between-nodes fast --only "
 _NETWORKS += "'distributed optimizer' DDP FSDP 'HSDP' 'AsyncHZP threaded'"
@@ -97,14 +98,9 @@ MEASUREMENTS = {
         is_timed=False,  # but for the part of its time in which it trained
         commands=("python -m scripts.bench.long_training --out FILE",),
     ),
+    "megatron_faults": Measurement((*_FAULTS, "scripts/faults", *_MEGATRON), is_timed=True),
     "faults": Measurement(
-        ("megatron_asynchzp/engine/comm", "megatron_asynchzp/engine/failure", "scripts/faults"),
-        is_timed=True,
-        commands=(
-            "python -m scripts.faults --seed 1 --repeats 4 --out FILE",
-            "python -m scripts.faults --program megatron --seed 2 --repeats 1 --limit 6 --stride 4 "
-            "--out FILE",
-        ),
+        (*_FAULTS, "scripts/faults", ":!scripts/faults/pretrain.py"), is_timed=True
     ),
 }
 

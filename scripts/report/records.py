@@ -22,6 +22,7 @@ EXPECTED = {
     *("device_schedules", "device_faults", "versions", "quickstart", "schedules", "stock_noise"),
     *("timeline", "grad_wire", "shrunk_models", "muon", "compare_pipelines", "weight_deltas"),
     *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes", "long_training"),
+    "megatron_faults",
 }
 
 
