@@ -9,6 +9,7 @@ from pathlib import Path
 from scripts.report import census_table, compare_table, fault_table, schedule_grid
 from scripts.report.compare_rows import NO_NETWORK, Row, ahead
 from scripts.report.loss_picture import RINGS
+from scripts.report.parity_table import of_full_length
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
 from scripts.report.records import NotRecorded, read_record
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
@@ -117,7 +118,7 @@ def shrunk_worst() -> str:
 
 
 def parity_count() -> str:
-    return str(len(read_record("parity").lines))
+    return str(len(of_full_length(read_record("parity").lines)))
 
 
 def _is_half(variant: str) -> bool:

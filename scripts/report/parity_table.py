@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from scripts.report.records import markdown_table
 
 _MOST_NAMES = 2
+_STEPS = 20
 
 
 def parity_table(comparisons: list[dict]) -> str:
@@ -34,6 +35,11 @@ def parity_table(comparisons: list[dict]) -> str:
             names.append(f"{more} more")
         rows.append(["; ".join(names), str(len(records)), *worst, _num_different(records)])
     return markdown_table(head, rows)
+
+
+def of_full_length(comparisons: list[dict]) -> list[dict]:
+    """Those of the table; the fast tests of the same file train for fewer steps."""
+    return [one for one in comparisons if one["steps"] == _STEPS]
 
 
 def _largest(records: Iterable[dict], key: str) -> float:

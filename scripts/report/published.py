@@ -23,7 +23,7 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
-from scripts.report.parity_table import parity_table
+from scripts.report.parity_table import of_full_length, parity_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
 
@@ -98,14 +98,8 @@ def provenance(name: str) -> str:
     return f"Measured {', '.join(parts)}: {made}. Record: `docs/results/records/{name}.jsonl`."
 
 
-def _longest_parity(lines: list[dict]) -> str:
-    """Of each configuration the longest runs."""
-    steps: dict[tuple, int] = {}
-    for line in lines:
-        key = line["variant"], line["ranks"]
-        steps[key] = max(steps.get(key, 0), line["steps"])
-    longest = [line for line in lines if line["steps"] == steps[line["variant"], line["ranks"]]]
-    return parity_table(longest)
+def _parity(lines: list[dict]) -> str:
+    return parity_table(of_full_length(lines))
 
 
 def _recorded(name: str, lines: list[dict]) -> str:
@@ -168,7 +162,7 @@ TABLES: dict[str, Table] = {
         "compare_pipelines",
         lambda lines: compare_table.measured_table(_on("slow-between-nodes", lines)),
     ),
-    "parity": Table("parity", _longest_parity),
+    "parity": Table("parity", _parity),
     **{name: Table(record, partial(_recorded, name)) for name, record in RECORDED.items()},
     "quickstart": Table("quickstart", _quickstart),
     "long training": Table("long_training", long_training.markdown),
