@@ -56,6 +56,7 @@ def built_in_shards(sizes: Sizes, options: dict) -> dict[str, Any]:
         read = values_of(loop)
         results["read"] = all(torch.equal(read[name], value) for name, value in values.items())
         del read
+    install(sizes)  # again, as a second file of a script does it: the model is not forgotten
     loop.make_optimizer()
     units = [unit for chunk in loop.model for unit in chunk.units]
     results["shards"] = sum(unit.model_param.nbytes for unit in units)

@@ -3,6 +3,7 @@
 """What is refused in a framework, each in one line, and what becomes of its dataclasses."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -169,10 +170,10 @@ def test_a_variable_that_cannot_be_meant_is_refused(variable: str, word: str, pa
         assert part in refusal(AsyncHZPConfig.of_environment)
 
 
-def translated() -> dict[str, Any]:
+def translated(in_shards: bool) -> dict[str, Any]:
     from megatron.core import optimizer
 
-    from megatron_asynchzp import cpu_platform
+    from megatron_asynchzp import building, cpu_platform
 
     cpu_platform.install()
     install()
@@ -181,7 +182,10 @@ def translated() -> dict[str, Any]:
         ddp_options={"grad_reduce_in_fp32": False},
         set_later={"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
     )
-    loop.build_model()
+    loop.initialize()
+    with building() if in_shards else nullcontext():
+        loop.build_modules()
+        loop.wrap()
     grouped = optimizer._get_param_groups
 
     def with_decay(*args: Any) -> list[dict]:
@@ -201,8 +205,9 @@ def translated() -> dict[str, Any]:
     }
 
 
-def test_moments_and_gradients_have_the_dtypes_that_the_dataclasses_ask_for():
-    for found in on_ranks(translated, 2):
+@pytest.mark.parametrize("in_shards", [False, True], ids=["whole", "built in shards"])
+def test_moments_and_gradients_have_the_dtypes_that_the_dataclasses_ask_for(in_shards: bool):
+    for found in on_ranks(translated, 2, in_shards):
         assert found == {
             "exp_avg": torch.bfloat16,
             "exp_avg_sq": torch.float32,

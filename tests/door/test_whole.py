@@ -136,7 +136,8 @@ def test_megatron_bridge_reads_and_writes_whole_parameters():
 
 
 def read_and_write(options: dict) -> dict[str, Any]:
-    from megatron_asynchzp import cpu_platform, whole
+    from megatron_asynchzp import cpu_platform, mark_weights, whole
+    from megatron_asynchzp.engine.at_rest.unit_stream import stream_units
 
     cpu_platform.install()
     stock = Loop(**options).build()
@@ -169,8 +170,12 @@ def read_and_write(options: dict) -> dict[str, Any]:
     results["goes on"] = loop.train(2, 4)
 
     loop = Loop(**options).build()
+    mark_weights(loop.model, "served")
     with whole(loop.model, writes=True):
         write(loop, values)
+    changes = stream_units(loop.model[0].runtime, since="served")
+    results["changed"] = sum(v.numel() for u in changes if u.changed is None for _, v in u.params)
+    results["written"] = sum(value.numel() for value in values.values())
     results["ours from values"] = loop.train(0, 3)
     loop = Loop(**options).build()
     prefix = "module.module." if options else "module."
@@ -195,4 +200,5 @@ def test_whole_parameters_are_read_one_unit_at_a_time_and_written(options: dict)
         assert "were written within whole(), which only reads" in results["refused"]
         expected = [pytest.approx(step, rel=1e-6) for step in results["stock from values"]]
         assert results["ours from values"] == expected
+        assert results["changed"] == results["written"]
         assert results["ours from a state dict"] == expected
