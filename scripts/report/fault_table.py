@@ -8,9 +8,8 @@ from scripts.faults.cells import FAULTS, Cell
 from scripts.report.records import markdown_table
 
 
-def _cells(lines: Sequence[dict], program: str) -> list[dict]:
-    cells = [line for line in lines if line["kind"] == "cell"]
-    return [line for line in cells if line["cell"]["program"] == program]
+def _cells(lines: Sequence[dict]) -> list[dict]:
+    return [line for line in lines if line["kind"] == "cell"]
 
 
 def slowest_s(line: dict) -> float:
@@ -28,11 +27,11 @@ def _slowest_over(cells: Sequence[dict]) -> str:
     return ", ".join(parts)
 
 
-def ends(lines: Sequence[dict], program: str) -> str:
+def ends(lines: Sequence[dict]) -> str:
     """Write a row for each fault: cells, lines, names of the missing, runs that went on."""
     rows = []
     for fault in FAULTS:
-        here = [line for line in _cells(lines, program) if line["cell"]["fault"] == fault]
+        here = [line for line in _cells(lines) if line["cell"]["fault"] == fault]
         if not here:
             continue
         reached = [line for line in here if line["is_reached"]]
@@ -53,18 +52,18 @@ def ends(lines: Sequence[dict], program: str) -> str:
     return markdown_table(head, rows)
 
 
-def number_of_cells(lines: Sequence[dict], program: str) -> int:
-    return len(_cells(lines, program))
+def number_of_cells(lines: Sequence[dict]) -> int:
+    return len(_cells(lines))
 
 
-def number_of_good(lines: Sequence[dict], program: str) -> int:
+def number_of_good(lines: Sequence[dict]) -> int:
     """With nothing to complain of."""
-    return sum(not line["faults"] for line in _cells(lines, program))
+    return sum(not line["faults"] for line in _cells(lines))
 
 
-def number_that_went_on(lines: Sequence[dict], program: str) -> int:
+def number_that_went_on(lines: Sequence[dict]) -> int:
     """Good ones whose ranks all came to the end of the run."""
-    return sum(_went_on(line) and not line["faults"] for line in _cells(lines, program))
+    return sum(_went_on(line) and not line["faults"] for line in _cells(lines))
 
 
 def _went_on(line: dict) -> bool:

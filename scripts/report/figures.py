@@ -163,9 +163,9 @@ def recipes_count(what: str) -> str:
 def faults_count(program: str, what: str) -> str:
     """Return a number of cells: all, good, or good ones that went on or ended with their lines."""
     lines = read_record("megatron_faults" if program == "megatron" else "faults").lines
-    good = fault_table.number_of_good(lines, program)
-    went_on = fault_table.number_that_went_on(lines, program)
-    all_of_them = fault_table.number_of_cells(lines, program)
+    good = fault_table.number_of_good(lines)
+    went_on = fault_table.number_that_went_on(lines)
+    all_of_them = fault_table.number_of_cells(lines)
     counts = {"good": good, "went on": went_on, "ended": good - went_on, "cells": all_of_them}
     return str(counts[what])
 

@@ -169,7 +169,7 @@ TABLES: dict[str, Table] = {
     "planner": Table("planner_published", planner_table.markdown),
     "planner misses": Table("planner_published", planner_table.misses),
     "recipes verdicts": Table("recipes", census_table.by_verdict),
-    "faults lines": Table("faults", lambda lines: fault_table.ends(lines, "library")),
+    "faults lines": Table("faults", fault_table.ends),
 }
 
 
