@@ -198,7 +198,7 @@ class Loop:
 
     # ---- checkpoints, as frameworks make them: of the unwrapped modules
 
-    def _state(self, is_loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+    def state(self, is_loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
         from megatron.core.utils import unwrap_model
 
         state: dict[str, Any] = {}
@@ -218,7 +218,7 @@ class Loop:
         metadata: dict[str, Any] = {}
         if self.is_distributed:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-        state = self._state(False, metadata)
+        state = self.state(False, metadata)
         folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         return dist_checkpointing.save(
@@ -235,7 +235,7 @@ class Loop:
         from megatron.core.utils import unwrap_model
 
         metadata = dict(dist_checkpointing.load_content_metadata(str(folder)) or {})
-        loaded = dist_checkpointing.load(self._state(True, metadata), str(folder))
+        loaded = dist_checkpointing.load(self.state(True, metadata), str(folder))
         keys = [
             unwrap_model(chunk).load_state_dict(
                 loaded[f"model{index}" if self.virtual else "model"], strict=not self.trained

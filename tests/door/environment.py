@@ -8,6 +8,7 @@ Nothing of a framework is part of this project.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,11 @@ ROOT = Path(__file__).parents[2]
 SIZES = {"ASYNCHZP_PARAM_SHARD_SIZE": "2", "ASYNCHZP_GRAD_SHARD_SIZE": "2"}
 
 
+def sizes_as_env(sizes: tuple[int, int, int]) -> dict[str, str]:
+    names = ("PARAM", "GRAD", "OPTIM")
+    return {f"ASYNCHZP_{n}_SHARD_SIZE": str(size) for n, size in zip(names, sizes, strict=True)}
+
+
 def folder_of(packages: Sequence[str]) -> Path:
     """The folder with `packages`, none of their dependencies: torch and Megatron are there."""
     name = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:12]
@@ -30,6 +36,8 @@ def folder_of(packages: Sequence[str]) -> Path:
     def fetch(out: Path) -> None:
         if reason := install_into(out, *packages):
             raise CompileError(reason)
+        for ours in ("scripts", "tests"):  # verl's wheel has both, and Python would find them first
+            shutil.rmtree(out / ours, ignore_errors=True)
 
     try:
         return compiled_once(f"framework-{name}", fetch)
@@ -68,3 +76,7 @@ def check_equal(stock: dict[str, Any], ours: dict[str, Any]) -> None:
     assert len(set(stock_losses)) == len(stock_losses) > 4
     assert losses == pytest.approx(stock_losses, rel=1e-6)
     assert norms == pytest.approx(stock_norms, rel=1e-6)
+
+
+def assert_close(steps: list, expected: list) -> None:
+    assert steps == [pytest.approx(step, rel=1e-6) for step in expected]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.door.environment import check_equal, folder_of, run
+from tests.door.environment import assert_close, check_equal, folder_of, run, sizes_as_env
 from tests.door.tiny_models import make_model
 
 PACKAGES = (
@@ -30,10 +30,8 @@ Sizes = tuple[int, int, int]
 
 def call(tmp_path: Path, *calls: Any, ranks: int = 2, sizes: Sizes = (2, 2, 2)) -> list[dict]:
     """What `calls` of functions of bridge_run return, one after another in the same processes."""
-    names = ("PARAM", "GRAD", "OPTIM")
-    env = {f"ASYNCHZP_{n}_SHARD_SIZE": str(size) for n, size in zip(names, sizes, strict=True)}
-    out = tmp_path / "results.json"
-    packages = folder_of(PACKAGES.split())
+    packages, out = folder_of(PACKAGES.split()), tmp_path / "results.json"
+    env = sizes_as_env(sizes)
     return run(packages, "bridge_run", out, json.dumps(calls), env=env, ranks=ranks)["results"]
 
 
@@ -49,10 +47,6 @@ def model_of(tmp_path: Path, recipe: str) -> str | None:
 def training(tmp_path: Path, recipe: str, system: str, **more: Any) -> tuple[str, dict]:
     source = model_of(tmp_path, recipe)
     return "train", {"recipe": recipe, "system": system, "source": source, **more}
-
-
-def assert_close(steps: list, expected: list) -> None:
-    assert steps == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of unwrapped modules, from a plain loop to a plain loop, with stock at either end."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -89,6 +91,49 @@ def test_a_framework_that_keeps_adapters_by_name_saves_and_resumes_them(tmp_path
         assert resumed == went_on
     (*_, missing, left_out), (*_, others_missing, _) = first, second  # each rank's shards
     assert missing | others_missing == left_out != set()
+
+
+class MegatronCheckpointManager:
+    """What verl has under this name: it makes metadata for a state, and again for the file."""
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
+
+    def _build_sharded_state_dict_metadata(self) -> dict[str, Any]:
+        return {"distrib_optim_sharding_type": "dp_reshardable"}
+
+    def save(self, loop: Loop, folder: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        state = loop.state(False, self._build_sharded_state_dict_metadata())
+        metadata = self._build_sharded_state_dict_metadata()
+        dist_checkpointing.save(state, str(folder), content_metadata=metadata)
+
+
+def save_as_verl(folder: Path) -> tuple[Steps, Steps, dict]:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    module = ModuleType("verl.utils.checkpoint.megatron_checkpoint_manager")
+    module.MegatronCheckpointManager = MegatronCheckpointManager  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules[module.__name__] = module
+    install()
+    loop = Loop(dtype=torch.bfloat16).build()
+    loop.train(0, SAVED)
+    MegatronCheckpointManager(loop.optimizer).save(loop, folder)
+    went_on = loop.train(SAVED, STOP)
+    loop = Loop(dtype=torch.bfloat16).build()
+    loop.load(folder)
+    others = MegatronCheckpointManager(optimizer=None)._build_sharded_state_dict_metadata()
+    return went_on, loop.train(SAVED, STOP), others
+
+
+def test_a_framework_that_states_the_form_of_the_optimizer_twice_can_read_its_checkpoint(
+    tmp_path: Path,
+):
+    for went_on, resumed, others in on_ranks(save_as_verl, 2, tmp_path):
+        assert resumed == went_on
+        assert others == {"distrib_optim_sharding_type": "dp_reshardable"}  # stock's is as it was
 
 
 def resume_in_other_sizes(folder: Path, options: dict) -> tuple[Steps, Steps]:

@@ -18,6 +18,7 @@ from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 
 _TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
 _BRIDGE = "megatron.bridge.models.conversion"
+_CHECKPOINTS = "verl.utils.checkpoint.megatron_checkpoint_manager"
 
 
 def _exporting(method: str, parameters: str) -> Patch:
@@ -80,6 +81,20 @@ def _merging(name: str, parameters: str) -> Patch:
 
     why = "ms-swift adds adapters to the weights, or takes them off, around an export"
     return replaces(f"{_TRAINER}.{name}", parameters, why=why, drop_when="as above")(merge)
+
+
+@replaces(
+    f"{_CHECKPOINTS}.MegatronCheckpointManager._build_sharded_state_dict_metadata",
+    "self",
+    why="verl states the optimizer's form for the state, and again for the file it writes",
+    drop_when="verl writes the metadata with which the state was made",
+)
+def metadata_of_state(original: Callable, self: Any) -> dict[str, Any]:
+    metadata = original(self)
+    if isinstance(self.optimizer, AsyncHZPOptimizer):
+        # As OptimizerCheckpoint.sharded_state_dict writes it into what it is given.
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    return metadata
 
 
 # ---- offloading
@@ -151,6 +166,7 @@ _PATCHES: dict[str, list[Patch]] = {
         _merging("merge_lora_adapters", "self adapter_name"),
         _merging("unmerge_lora_adapters", "self"),
     ],
+    _CHECKPOINTS: [metadata_of_state],
     _SWIFT: _offloading(_SWIFT),
     _VERL: _offloading(_VERL),
 }

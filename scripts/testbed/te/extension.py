@@ -587,6 +587,27 @@ def _softmax_backward(grad: Tensor, weights: Tensor, scale: float) -> Tensor:
     return (dscores * scale).to(weights.dtype)
 
 
+# ---- packed sequences: sequence i is the rows from starts[i] to starts[i + 1]
+
+
+def _padded_rows(starts: Tensor, length: int) -> Tensor:
+    """Which of [sequences, length] are rows of packed sequences."""
+    sizes = starts.diff()
+    return torch.arange(length, device=starts.device) < sizes[:, None]
+
+
+def convert_thd_to_bshd(packed: Tensor, starts: Tensor, batch_size: int, length: int) -> Tensor:
+    padded = packed.new_zeros(batch_size, length, *packed.shape[1:])
+    padded[_padded_rows(starts, length)] = packed[: int(starts[-1])]
+    return padded
+
+
+def convert_bshd_to_thd(padded: Tensor, starts: Tensor, num_rows: int) -> Tensor:
+    packed = padded.new_zeros(num_rows, *padded.shape[2:])
+    packed[: int(starts[-1])] = padded[_padded_rows(starts, padded.shape[1])]
+    return packed
+
+
 # ---- optimizers
 
 
@@ -650,8 +671,8 @@ for _made in (
     generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd,
     fused_multi_row_padding, fused_multi_row_unpadding, scaled_swiglu, scaled_dswiglu,
     scaled_softmax_forward, scaled_masked_softmax_forward,
-    scaled_upper_triang_masked_softmax_forward, multi_tensor_adam,
-    multi_tensor_adam_param_remainder, multi_tensor_scale, multi_tensor_l2norm,
+    scaled_upper_triang_masked_softmax_forward, convert_thd_to_bshd, convert_bshd_to_thd,
+    multi_tensor_adam, multi_tensor_adam_param_remainder, multi_tensor_scale, multi_tensor_l2norm,
 ):
     setattr(extension, _made.__name__, _made if isinstance(_made, type) else as_a_kernel(_made))  # pyright: ignore[reportArgumentType]
 # fmt: on
