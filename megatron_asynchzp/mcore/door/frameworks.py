@@ -8,6 +8,7 @@ shards a model.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_asynchzp.mcore.door.building import building
@@ -32,35 +33,21 @@ def _exporting(method: str, parameters: str) -> Patch:
     return replaces(method, parameters, why=why, drop_when=drop_when)(export)
 
 
-@replaces(
-    f"{_BRIDGE}.model_bridge.MegatronModelBridge.load_weights_hf_to_megatron",
-    "self hf_pretrained megatron_model allowed_mismatched_params",
-    why="Megatron Bridge reads weights of Hugging Face here, also after the optimizer is made",
-    drop_when="as above",
-)
-def load_weights(
-    original: Callable, self: Any, hf_pretrained: Any, megatron_model: Any, *args: Any, **more: Any
-) -> Any:
-    with whole(megatron_model, writes=True):
-        return original(self, hf_pretrained, megatron_model, *args, **more)
+def _within(
+    context: Callable[..., AbstractContextManager], method: str, parameters: str, why: str
+) -> Patch:
+    def call(original: Callable, *args: Any, **options: Any) -> Any:
+        with context(*args, **options):
+            return original(*args, **options)
 
-
-@replaces(
-    f"{_TRAINER}.prepare_model",
-    "self",
-    why="ms-swift builds the trained model here, reads its weights and wraps it",
-    drop_when="megatron-core calls back before a model is built",
-)
-def prepare_model(original: Callable, self: Any) -> None:
-    with building():
-        original(self)
+    return replaces(method, parameters, why=why, drop_when="it asks the wrapper")(call)
 
 
 @replaces(
     f"{_TRAINER}._initialize_embedding",
     "model",
     why="ms-swift looks here for rows of new tokens, which are 0, and draws them",
-    drop_when="as above",
+    drop_when="it asks the wrapper",
 )
 def initialize_embedding(original: Callable, *args: Any) -> None:
     model = args[-1]  # behind the trainer: it is a static method, and this is none
@@ -74,15 +61,6 @@ def initialize_embedding(original: Callable, *args: Any) -> None:
             attributes["main_param"] = main
 
 
-def _merging(name: str, parameters: str) -> Patch:
-    def merge(original: Callable, self: Any, *args: Any, **options: Any) -> None:
-        with whole(self.unwrapped_models, writes=True):
-            original(self, *args, **options)
-
-    why = "ms-swift adds adapters to the weights, or takes them off, around an export"
-    return replaces(f"{_TRAINER}.{name}", parameters, why=why, drop_when="as above")(merge)
-
-
 @replaces(
     f"{_CHECKPOINTS}.MegatronCheckpointManager._build_sharded_state_dict_metadata",
     "self",
@@ -90,14 +68,9 @@ def _merging(name: str, parameters: str) -> Patch:
     drop_when="verl writes the metadata with which the state was made",
 )
 def metadata_of_state(original: Callable, self: Any) -> dict[str, Any]:
-    metadata = original(self)
-    if isinstance(self.optimizer, AsyncHZPOptimizer):
-        # As OptimizerCheckpoint.sharded_state_dict writes it into what it is given.
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-    return metadata
-
-
-# ---- offloading
+    # As OptimizerCheckpoint.sharded_state_dict writes it into what it is given.
+    form = {"distrib_optim_sharding_type": "fully_reshardable"}
+    return original(self) | (form if isinstance(self.optimizer, AsyncHZPOptimizer) else {})
 
 
 def _offloading(module: str) -> list[Patch]:
@@ -134,6 +107,11 @@ def _is_asleep(optimizer: AsyncHZPOptimizer) -> bool:
     return optimizer.model_chunks[0].runtime.is_asleep
 
 
+def _whole_models(trainer: Any, *_: Any, **__: Any) -> AbstractContextManager:
+    return whole(trainer.unwrapped_models, writes=True)
+
+
+_MERGES = "ms-swift adds adapters to the weights, or takes them off, around an export"
 _SWIFT, _VERL = "swift.megatron.trainers.utils", "verl.utils.megatron_utils"
 _PATCHES: dict[str, list[Patch]] = {
     "mcore_bridge": [
@@ -144,7 +122,14 @@ _PATCHES: dict[str, list[Patch]] = {
         )
     ],
     f"{_BRIDGE}.model_bridge": [
-        load_weights,
+        _within(
+            lambda self, hf_pretrained, megatron_model, *_, **__: whole(
+                megatron_model, writes=True
+            ),
+            f"{_BRIDGE}.model_bridge.MegatronModelBridge.load_weights_hf_to_megatron",
+            "self hf_pretrained megatron_model allowed_mismatched_params",
+            "Megatron Bridge reads weights of Hugging Face here, also after the optimizer is made",
+        ),
         _exporting(
             f"{_BRIDGE}.model_bridge.MegatronModelBridge.stream_weights_megatron_to_hf",
             "self megatron_model hf_pretrained cpu show_progress conversion_tasks "
@@ -161,10 +146,15 @@ _PATCHES: dict[str, list[Patch]] = {
         ),
     ],
     "swift.megatron.trainers.base": [
-        prepare_model,
+        _within(
+            lambda self: building(),
+            f"{_TRAINER}.prepare_model",
+            "self",
+            "ms-swift builds the trained model here, reads its weights and wraps it",
+        ),
         initialize_embedding,
-        _merging("merge_lora_adapters", "self adapter_name"),
-        _merging("unmerge_lora_adapters", "self"),
+        _within(_whole_models, f"{_TRAINER}.merge_lora_adapters", "self adapter_name", _MERGES),
+        _within(_whole_models, f"{_TRAINER}.unmerge_lora_adapters", "self", _MERGES),
     ],
     _CHECKPOINTS: [metadata_of_state],
     _SWIFT: _offloading(_SWIFT),

@@ -5,7 +5,7 @@
 import copy
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -186,8 +186,7 @@ def _own_settings(config: AsyncHZPConfig, optimizer: Any, ddp: Any, groups: Any)
 
 def _timeout_minutes(group: dist.ProcessGroup) -> float:
     """The time limit that the framework gave its process groups."""
-    backend: Any = group._get_backend(communication_device(group))
-    options = getattr(backend, "options", None)
+    options: Any = getattr(group._get_backend(communication_device(group)), "options", None)
     return _MINUTES if options is None else options._timeout.total_seconds() / 60
 
 
@@ -195,10 +194,9 @@ def _check_built_so(
     rules: Any, transformer: Any, others: tuple[Any, ...], settings: MegatronSettings
 ) -> None:
     """Raise ConfigurationError for a change that comes after the layers were built."""
+    built, later = MegatronSettings(transformer), MegatronSettings(*others)
     for rule in rules:
-        if MegatronSettings(transformer).has(rule.setting) and not MegatronSettings(*others).has(
-            rule.setting
-        ):
+        if built.has(rule.setting) and not later.has(rule.setting):
             raise ConfigurationError(
                 f"TransformerConfig: {rule.setting} is {getattr(settings, rule.setting)}, and "
                 f"AsyncHZP needs {rule.value}: {rule.reason}; set it before the model is built"
@@ -207,18 +205,12 @@ def _check_built_so(
 
 def _changed(config: Any, values: dict[str, Any]) -> Any:
     """A copy of a dataclass with those of `values` that it has. Its own checks ran already."""
-    assert is_dataclass(config)
-    changed: Any = copy.copy(config)
-    for holder, name, value in _places(changed, values):
-        setattr(holder, name, value)
-    return changed
-
-
-def _places(config: Any, values: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    changed = copy.copy(config)
     dtypes = {word: dtype for dtype, word in _WORDS.items()}
     for setting, value in values.items():
-        for holder, name in MegatronSettings(config).places(setting):
+        for holder, name in MegatronSettings(changed).places(setting):
             if hasattr(holder, name):
-                yield holder, name, dtypes[value] if setting in _DTYPES else value
-    if hasattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"):
-        yield config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False
+                setattr(holder, name, dtypes[value] if setting in _DTYPES else value)
+    if hasattr(changed, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"):
+        changed.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+    return changed
