@@ -76,19 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
     out.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save of the run")
     out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest)")
-    out.add_argument(
-        "--verify",
-        choices=("full", "structure"),
-        default="full",
-        help="how much of the data is read to find damage, as --asynchzp-verify (default: full)",
-    )
+    read = "how much of the data is read to find damage, as --asynchzp-verify (default: full)"
+    out.add_argument("--verify", choices=("full", "structure"), default="full", help=read)
     out.add_argument("--output", type=Path, required=True, metavar="HFDIR", help="new directory")
-    out.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding that are not padding, if the checkpoint does not say",
-    )
+    rows = "rows of the embedding that are not padding, if the checkpoint does not say"
+    out.add_argument("--vocab-size", type=int, metavar="N", help=rows)
     out.add_argument(
         "--adapter-alpha",
         type=float,
@@ -103,23 +95,15 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoints with the frozen tensors, for those of a run with "
         "--asynchzp-save-trained-only",
     )
-    out.add_argument(
-        "--max-file-gb",
-        type=float,
-        default=5.0,
-        metavar="GB",
-        help="largest weight file, and so the memory used (default: 5)",
-    )
+    size = "largest weight file, and so the memory used (default: 5)"
+    out.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB", help=size)
     out.set_defaults(run=_export)
     into = commands.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
     into.add_argument("--load", type=Path, required=True, metavar="HFDIR", help="model directory")
     into.add_argument("--save", type=Path, required=True, metavar="DIR", help="checkpoint folder")
+    rows = "as in Megatron (default: 128)"
     into.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="as in Megatron (default: 128)",
+        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=rows
     )
     into.set_defaults(run=_import)
     for command in (out, into):

@@ -74,7 +74,7 @@ def test_an_actor_of_ppo_trains_sleeps_resumes_and_gives_its_weights_as_with_sto
         run_of_four = [actor, ["train", 0, 2], ["save", saved[system]], ["train", 2, 4]]
         return [*run_of_four, ["state"], ["export", files[system]]]
 
-    _, first, _, last, wrapper, _ = call(tmp_path, "stock", *whole_run(readable, "stock"))
+    _, first, _, last, wrapper, is_whole = call(tmp_path, "stock", *whole_run(readable, "stock"))
     results = call(
         tmp_path,
         "ours",
@@ -82,7 +82,7 @@ def test_an_actor_of_ppo_trains_sleeps_resumes_and_gives_its_weights_as_with_sto
         *resumed(new, saved["ours"]),
         *resumed(new, saved["stock"]),
     )
-    _, own_first, _, own_last, own_wrapper, _, _, _, again, _, _, taken_over = results
+    _, own_first, _, own_last, own_wrapper, is_own_whole, _, _, again, _, _, taken_over = results
     _, _, back = call(tmp_path, "stock", *resumed(readable, saved["ours"]))
     assert (wrapper, own_wrapper) == (
         ["DistributedDataParallel", False],
@@ -94,7 +94,7 @@ def test_an_actor_of_ppo_trains_sleeps_resumes_and_gives_its_weights_as_with_sto
     assert_close(taken_over, last)
     assert_close(back, last)
     expected, weights = (load_file(files[system]) for system in files)
-    assert weights.keys() == expected.keys()
+    assert weights.keys() == expected.keys() and is_whole and is_own_whole
     assert all(value.equal(expected[name]) for name, value in weights.items())
 
 

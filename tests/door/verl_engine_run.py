@@ -120,8 +120,9 @@ class Actor:
     def load(self, folder: str) -> None:
         self.engine.load_checkpoint(folder, del_local_after_load=False)
 
-    def export(self, file: str) -> None:
-        """Write what a generator gets."""
+    def export(self, file: str) -> bool:
+        """Write what a generator gets; whether all of it is in what its changes are made of."""
+        import torch
         import torch.distributed as dist
         from safetensors.torch import save_file
 
@@ -129,6 +130,10 @@ class Actor:
         exported = {name: value.clone() for name, value in weights}
         if dist.get_rank() == 0:
             save_file(exported, file)
+        shards, _ = self.engine.get_per_tensor_param_shard()
+        read = torch.cat([values.float() for _, values, _ in shards])
+        sent = torch.cat([value.flatten().float() for value in exported.values()])
+        return torch.equal(read.sort().values, sent.sort().values)
 
     def state(self) -> tuple[str, bool]:
         """The wrapper's name, and whether its model sleeps."""

@@ -19,18 +19,34 @@ from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 
 _TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
 _BRIDGE = "megatron.bridge.models.conversion"
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 _CHECKPOINTS = "verl.utils.checkpoint.megatron_checkpoint_manager"
+
+
+def _read_whole(models: Any, values: Iterator[Any]) -> Iterator[Any]:
+    with whole(models):
+        yield from values
 
 
 def _exporting(method: str, parameters: str) -> Patch:
     def export(original: Callable, self: Any, *args: Any, **options: Any) -> Iterator[Any]:
         models = args[0] if args else options[parameters.split()[1]]
-        with whole(models):
-            yield from original(self, *args, **options)
+        return _read_whole(models, original(self, *args, **options))
 
     why = "a bridge writes and sends weights in the form of Hugging Face from here"
     drop_when = "the bridge asks the wrapper for whole parameters"
     return replaces(method, parameters, why=why, drop_when=drop_when)(export)
+
+
+@replaces(
+    f"{_ENGINE}.MegatronEngine.get_per_tensor_param_shard",
+    "self kwargs",
+    why="verl sends a generator the changes of what it reads here",
+    drop_when="verl asks the wrapper for whole parameters",
+)
+def export_shards(original: Callable, self: Any, **options: Any) -> tuple[Iterator[Any], Any]:
+    values, adapters = original(self, **options)
+    return _read_whole(self.module, values), adapters
 
 
 def _within(
@@ -156,6 +172,7 @@ _PATCHES: dict[str, list[Patch]] = {
         _within(_whole_models, f"{_TRAINER}.merge_lora_adapters", "self adapter_name", _MERGES),
         _within(_whole_models, f"{_TRAINER}.unmerge_lora_adapters", "self", _MERGES),
     ],
+    _ENGINE: [export_shards],
     _CHECKPOINTS: [metadata_of_state],
     _SWIFT: _offloading(_SWIFT),
     _VERL: _offloading(_VERL),
