@@ -88,20 +88,36 @@ class MegatronModelBridge(MegatronPeftBridge, MegatronQuantizationBridge):
 # fmt: on
 
 
-def import_bridge() -> None:
-    kinds = (MegatronModelBridge, MegatronPeftBridge, MegatronQuantizationBridge)
-    for name, kind in zip(("model", "peft", "quant"), kinds, strict=True):
-        module = ModuleType(f"megatron.bridge.models.conversion.{name}_bridge")
+class MegatronEngine:
+    """What verl has under this name, for the changes of weights."""
+
+    def __init__(self, module: list[Any]):
+        self.module = module
+
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator, None]:
+        return weights_of(self.module), None
+
+
+def import_frameworks() -> None:
+    bridge = "megatron.bridge.models.conversion"
+    kinds = {
+        f"{bridge}.model_bridge": MegatronModelBridge,
+        f"{bridge}.peft_bridge": MegatronPeftBridge,
+        f"{bridge}.quant_bridge": MegatronQuantizationBridge,
+        "verl.workers.engine.megatron.transformer_impl": MegatronEngine,
+    }
+    for name, kind in kinds.items():
+        module = ModuleType(name)
         setattr(module, kind.__name__, kind)
         sys.modules[module.__name__] = module
 
 
-def use_bridge(options: dict) -> dict[str, Any]:
+def use_frameworks(options: dict) -> dict[str, Any]:
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
     install()
-    import_bridge()
+    import_frameworks()
     bridge, loop = MegatronModelBridge(), Loop(**options).build()
     loop.train(0, 2)
     modules = [chunk.module for chunk in loop.model]
@@ -111,6 +127,7 @@ def use_bridge(options: dict) -> dict[str, Any]:
             megatron_model=modules, hf_pretrained=None
         ),
         "codes": bridge.stream_weights_megatron_to_hf_quant(modules, None, None, None),
+        "parts": MegatronEngine(loop.model).get_per_tensor_param_shard()[0],
         "adapters": bridge.stream_adapter_weights_megatron_to_hf(modules),
     }
     exported = {name: [value for _, value in export] for name, export in exports.items()}
@@ -125,8 +142,8 @@ def use_bridge(options: dict) -> dict[str, Any]:
     return {"exported": exported, "loaded": [loaded, loop.train(0, 2)]}
 
 
-def test_megatron_bridge_reads_and_writes_whole_parameters():
-    for results in on_ranks(use_bridge, 2, {"dtype": torch.bfloat16}):
+def test_megatron_bridge_and_verl_read_and_write_whole_parameters():
+    for results in on_ranks(use_frameworks, 2, {"dtype": torch.bfloat16}):
         expected, *exports = results["exported"].values()
         assert not any(value.isnan().any() for value in expected)
         for values in exports:
