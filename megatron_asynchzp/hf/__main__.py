@@ -101,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     into = commands.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
     into.add_argument("--load", type=Path, required=True, metavar="HFDIR", help="model directory")
     into.add_argument("--save", type=Path, required=True, metavar="DIR", help="checkpoint folder")
-    rows = "as in Megatron (default: 128)"
+    multiple = "as in Megatron (default: 128)"
     into.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=rows
+        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=multiple
     )
     into.set_defaults(run=_import)
     for command in (out, into):

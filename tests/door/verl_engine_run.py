@@ -121,7 +121,7 @@ class Actor:
         self.engine.load_checkpoint(folder, del_local_after_load=False)
 
     def export(self, file: str) -> bool:
-        """Write what a generator gets; whether all of it is in what its changes are made of."""
+        """Write the weights for a generator; whether those for changes have the same elements."""
         import torch
         import torch.distributed as dist
         from safetensors.torch import save_file

@@ -23,15 +23,15 @@ _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 _CHECKPOINTS = "verl.utils.checkpoint.megatron_checkpoint_manager"
 
 
-def _read_whole(models: Any, values: Iterator[Any]) -> Iterator[Any]:
+def _read_whole(models: Any, read: Callable, *args: Any, **options: Any) -> Iterator[Any]:
     with whole(models):
-        yield from values
+        yield from read(*args, **options)
 
 
 def _exporting(method: str, parameters: str) -> Patch:
     def export(original: Callable, self: Any, *args: Any, **options: Any) -> Iterator[Any]:
         models = args[0] if args else options[parameters.split()[1]]
-        return _read_whole(models, original(self, *args, **options))
+        return _read_whole(models, original, self, *args, **options)
 
     why = "a bridge writes and sends weights in the form of Hugging Face from here"
     drop_when = "the bridge asks the wrapper for whole parameters"
@@ -41,12 +41,12 @@ def _exporting(method: str, parameters: str) -> Patch:
 @replaces(
     f"{_ENGINE}.MegatronEngine.get_per_tensor_param_shard",
     "self kwargs",
-    why="verl sends a generator the changes of what it reads here",
+    why="verl reads weights here, and sends a generator their changes",
     drop_when="verl asks the wrapper for whole parameters",
 )
 def export_shards(original: Callable, self: Any, **options: Any) -> tuple[Iterator[Any], Any]:
     values, adapters = original(self, **options)
-    return _read_whole(self.module, values), adapters
+    return _read_whole(self.module, lambda: values), adapters
 
 
 def _within(
@@ -56,14 +56,14 @@ def _within(
         with context(*args, **options):
             return original(*args, **options)
 
-    return replaces(method, parameters, why=why, drop_when="it asks the wrapper")(call)
+    return replaces(method, parameters, why=why, drop_when="the framework calls AsyncHZP")(call)
 
 
 @replaces(
     f"{_TRAINER}._initialize_embedding",
     "model",
     why="ms-swift looks here for rows of new tokens, which are 0, and draws them",
-    drop_when="it asks the wrapper",
+    drop_when="ms-swift asks the wrapper for whole parameters",
 )
 def initialize_embedding(original: Callable, *args: Any) -> None:
     model = args[-1]  # behind the trainer: it is a static method, and this is none
