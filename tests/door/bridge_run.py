@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.door.te_cpu import prepare
+from tests.door.te_cpu import counted_peak, memory_of, prepare
 
 # Norms of the two systems differ in their last bits, which clipped gradients would pass on.
 _UNCLIPPED = {"clip_grad": 100.0}
@@ -141,14 +141,17 @@ def train(
         loss = (context.loss_dict or {"lm loss": 0.0})["lm loss"]  # on the last stage
         notes["steps"].append((float(torch.as_tensor(loss).flatten()[0]), context.grad_norm))
         notes["wrapper"] = type(context.model[0]).__name__
+        if system == "ours":
+            notes["memory"] = memory_of(context.model)
         if folder := (exports or {}).get(str(len(notes["steps"]))):
             bridge.save_hf_pretrained(context.model, folder)
 
     callbacks = _bridge("training.callbacks").CallbackManager()
     callbacks.register("on_train_step_end", note)
     step = _bridge("training.gpt_step").forward_step
-    _bridge("training.pretrain").pretrain(config, step, callbacks)
-    return notes
+    with counted_peak(_bridge("training.setup"), "_build_distributed_model") as peaks:
+        _bridge("training.pretrain").pretrain(config, step, callbacks)
+    return notes | {"peaks": peaks}
 
 
 def import_weights(source: str, checkpoint: str) -> None:
@@ -221,7 +224,8 @@ def _initialize() -> None:
         dist.init_process_group("gloo")
 
 
-def _prepare_bridge() -> None:
+def prepare_bridge() -> None:
+    """Let Bridge run with megatron-core of a wheel, and of version 0.19."""
     import megatron.core.datasets.utils as datasets
     import megatron.core.models.hybrid.hybrid_layer_allocation as allocation
     import megatron.core.ssm.mamba_hybrid_layer_allocation as old_allocation
@@ -235,7 +239,7 @@ def _prepare_bridge() -> None:
 def main(out: Path, calls: list[tuple[str, dict[str, Any]]]) -> None:
     """Make the calls one after another."""
     prepare()
-    _prepare_bridge()
+    prepare_bridge()
     functions = {made.__name__: made for made in (train, import_weights, export_weights)}
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1  # of the last stage
     results: list[Any] = []

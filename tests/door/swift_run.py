@@ -11,19 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.door.te_cpu import prepare
+from tests.door.te_cpu import counted_peak, memory_of, prepare
 
 
-def main(out: Path, arguments: list[str]) -> None:
-    """Train."""
-    prepare()
+def train(out: Path, arguments: list[str]) -> None:
+    """Call `megatron sft`. For all ranks of a world."""
     import torch
     import torch.distributed as dist
     from swift.megatron import megatron_sft_main  # pyright: ignore[reportMissingImports]
-    from swift.megatron.trainers.base import BaseMegatronTrainer  # pyright: ignore[reportMissingImports]
+    from swift.megatron.trainers import base  # pyright: ignore[reportMissingImports]
 
     steps: list[tuple[float, float]] = []
-    train_step = BaseMegatronTrainer.train_step
+    train_step = base.BaseMegatronTrainer.train_step
 
     def noting(self: Any, *args: Any) -> Any:
         metrics, norm, updated = train_step(self, *args)
@@ -31,13 +30,18 @@ def main(out: Path, arguments: list[str]) -> None:
         dist.all_reduce(total)
         steps.append((float(total[0] / total[1]), float(norm)))
         if dist.get_rank() == 0:
-            wrapper = type(self.wrapped_models[0]).__name__
-            out.write_text(json.dumps({"steps": steps, "wrapper": wrapper}))
+            notes: dict[str, Any] = {"steps": steps, "peaks": peaks}
+            notes["wrapper"] = type(self.wrapped_models[0]).__name__
+            if notes["wrapper"] != "DistributedDataParallel":
+                notes["memory"] = memory_of(self.wrapped_models)
+            out.write_text(json.dumps(notes))
         return metrics, norm, updated
 
-    BaseMegatronTrainer.train_step = noting
-    megatron_sft_main(arguments)
+    base.BaseMegatronTrainer.train_step = noting
+    with counted_peak(base, "get_mcore_model") as peaks:
+        megatron_sft_main(arguments)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    prepare()
+    train(Path(sys.argv[1]), sys.argv[2:])

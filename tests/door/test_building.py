@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Within building() no rank holds the whole model, whose values are those of one built whole."""
 
+import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +101,32 @@ def test_a_rank_holds_its_shards_and_two_units_while_a_model_is_built_and_writte
 )
 def test_a_rank_of_four_holds_its_shards_and_two_units(sizes: Sizes, options: dict):
     check(4, sizes, options)
+
+
+def build_as_bridge(folder: Path) -> str:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    install((2, 2, 2))
+    sys.path.append(str(folder))
+    setup = import_module("megatron.bridge.training.setup")
+    loop = Loop()
+    loop.initialize()
+    setup._build_distributed_model(loop, pg_collection=None)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    return refusal(lambda: loop.model[0](tokens, tokens, None))
+
+
+def test_a_framework_that_is_imported_after_install_builds_in_shards(tmp_path: Path):
+    source = tmp_path / "megatron" / "bridge" / "training" / "setup.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("""
+def _build_distributed_model(cfg, pg_collection):
+    cfg.build_modules()
+    cfg.wrap()
+""")
+    for line in on_ranks(build_as_bridge, 2, tmp_path):
+        assert "was built within building()" in line
 
 
 def refusals() -> dict[str, str]:

@@ -42,17 +42,21 @@ KINDS = {
 }
 
 
-def sft(folder: Path, tmp_path: Path, name: str, *arguments: str, ours: bool = True) -> dict:
-    """The run `name`, which saves into its folder: what `swift_run` notes, and what it exports."""
-    from safetensors.torch import load_file
-
+def command(tmp_path: Path, name: str, *arguments: str, ours: bool = True) -> list[str]:
+    """The arguments of the run `name`, which saves into its folder."""
     if not (model := tmp_path / "model").exists():
         make_model(model)
         write_sums(model / "data.jsonl")
-    env = SIZES if ours else {}
     words = ["--model", str(model), "--dataset", str(model / "data.jsonl"), *ARGUMENTS.split()]
     words += ["--output_dir", str(tmp_path / name), *arguments]
-    words += ["--external_plugins", str(PLUGIN)] if ours else []
+    return words + ["--external_plugins", str(PLUGIN)] if ours else words
+
+
+def sft(folder: Path, tmp_path: Path, name: str, *arguments: str, ours: bool = True) -> dict:
+    """What `swift_run` notes of the run `name`, and what it exports."""
+    from safetensors.torch import load_file
+
+    words, env = command(tmp_path, name, *arguments, ours=ours), SIZES if ours else {}
     result = run(folder, "swift_run", tmp_path / f"{name}.json", *words, env=env)
     paths = sorted(tmp_path.glob(f"{name}/checkpoint-*/*.safetensors"))
     result["exports"] = {str(p.relative_to(tmp_path / name)): load_file(p) for p in paths}

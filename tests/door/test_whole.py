@@ -116,8 +116,8 @@ def use_frameworks(options: dict) -> dict[str, Any]:
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
-    install()
     import_frameworks()
+    install()
     bridge, loop = MegatronModelBridge(), Loop(**options).build()
     loop.train(0, 2)
     modules = [chunk.module for chunk in loop.model]

@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where frameworks use parameters outside a step: within whole(), or asleep.
-
-Each function is replaced in the frameworks that the process has imported at install(), or when it
-shards a model.
-"""
+"""Where frameworks build models within building(), and use parameters within whole(), or asleep."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, Never
 
 from megatron_asynchzp.mcore.door.building import building
 from megatron_asynchzp.mcore.door.whole import whole
@@ -18,8 +16,9 @@ from megatron_asynchzp.mcore.patches.patch import Patch, apply_patches, replaces
 from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 
 _TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
-_BRIDGE = "megatron.bridge.models.conversion"
+_BRIDGE, _SETUP = "megatron.bridge.models.conversion", "megatron.bridge.training.setup"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
+_GPT_BRIDGE = "mcore_bridge.bridge.gpt_bridge"
 _CHECKPOINTS = "verl.utils.checkpoint.megatron_checkpoint_manager"
 
 
@@ -130,11 +129,19 @@ def _whole_models(trainer: Any, *_: Any, **__: Any) -> AbstractContextManager:
 _MERGES = "ms-swift adds adapters to the weights, or takes them off, around an export"
 _SWIFT, _VERL = "swift.megatron.trainers.utils", "verl.utils.megatron_utils"
 _PATCHES: dict[str, list[Patch]] = {
-    "mcore_bridge": [
+    _GPT_BRIDGE: [
         _exporting(
-            "mcore_bridge.bridge.gpt_bridge.GPTBridge.export_weights",
+            f"{_GPT_BRIDGE}.GPTBridge.export_weights",
             "self mg_models target_device only_master_rank peft_format adapter_name converter "
             "tqdm_desc disable_tqdm _is_saving skip_unsupported_export",
+        )
+    ],
+    _SETUP: [
+        _within(
+            lambda cfg, pg_collection: building(pg_collection),
+            f"{_SETUP}._build_distributed_model",
+            "cfg pg_collection",
+            "Megatron Bridge builds the trained model here, reads its weights and wraps it",
         )
     ],
     f"{_BRIDGE}.model_bridge": [
@@ -151,15 +158,19 @@ _PATCHES: dict[str, list[Patch]] = {
             "self megatron_model hf_pretrained cpu show_progress conversion_tasks "
             "merge_adapter_weights weight_dtype",
         ),
+    ],
+    f"{_BRIDGE}.quant_bridge": [
         _exporting(
             f"{_BRIDGE}.quant_bridge.MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
             "self megatron_model hf_pretrained quantization_checker quant_fn quant_block_size cpu "
             "show_progress conversion_tasks merge_adapter_weights",
-        ),
+        )
+    ],
+    f"{_BRIDGE}.peft_bridge": [
         _exporting(
             f"{_BRIDGE}.peft_bridge.MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
             "self megatron_model cpu show_progress exclude_adapter_base_prefixes",
-        ),
+        )
     ],
     "swift.megatron.trainers.base": [
         _within(
@@ -179,8 +190,27 @@ _PATCHES: dict[str, list[Patch]] = {
 }
 
 
+class _PatchesOnImport:
+    """Finds the modules of frameworks as Python does, and replaces their functions once imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: Never = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in _PATCHES else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            apply_patches(_PATCHES[name])
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
 def patch_frameworks() -> None:
-    """Replace the functions of those frameworks that this process has imported."""
+    """Replace the functions of frameworks, also of those that this process imports later."""
     for module, patches in _PATCHES.items():
         if module in sys.modules:
             apply_patches(patches)
+    sys.meta_path.insert(0, _PatchesOnImport)

@@ -13,11 +13,11 @@ from weakref import ref
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.door.building import take_construction
-from megatron_asynchzp.mcore.door.frameworks import patch_frameworks
 from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
 from megatron_asynchzp.mcore.door.wrapper import NO_OPTIMIZER, DoorDataParallel
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces
@@ -29,6 +29,7 @@ from megatron_asynchzp.mcore.step.data_parallel import is_true_anywhere, shard_c
 from megatron_asynchzp.mcore.step.optimizer import get_asynchzp_optimizer
 from megatron_asynchzp.mcore.step.qk_clip import refuse_unknown_attention
 
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _WRAPPER = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 
 
@@ -97,6 +98,16 @@ def keep_from_stock_optimizer(original: Callable, model_chunks: Sequence, *args:
     return original(model_chunks, *args, **more)
 
 
+@replaces(
+    f"{_OPTIMIZER}.compute_full_param_layout",
+    "params bucket_size data_parallel_world_size ddp_config expert_data_parallel_world_size",
+    why="frameworks lay out buffers, which our wrapper lacks: each unit would be gathered for it",
+    drop_when="as above",
+)
+def lay_out_no_buffers(*_: Any, **__: Any) -> None:
+    return None
+
+
 def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> DoorSettings:
     """Shard the chunks of a model, if they are not yet. Collective over the world."""
     run, first = Run.current(), chunks[0]
@@ -118,7 +129,6 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
     shard_chunks(chunks, groups, settings.run, construction)
     for chunk in chunks:
         chunk.note_sharded(chunks)
-    patch_frameworks()
     if settings.megatron.qk_clip:
         refuse_unknown_attention(chunks)
     if dist.get_rank() == 0:
@@ -145,4 +155,7 @@ def door_patches() -> list[Patch]:
         return getattr(import_module(patch.module), patch.attribute).__module__ == patch.module
 
     needed = filter(_works_without_arguments, PATCHES)
-    return [wrap, get_optimizer, keep_from_stock_optimizer, *filter(is_free, needed)]
+    own = [wrap, get_optimizer, keep_from_stock_optimizer]
+    if hasattr(DistributedOptimizer, lay_out_no_buffers.attribute):  # not in 0.18
+        own.append(lay_out_no_buffers)
+    return [*own, *filter(is_free, needed)]
