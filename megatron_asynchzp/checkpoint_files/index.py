@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_asynchzp.checkpoint_files.errors import Damage
-from megatron_asynchzp.checkpoint_files.parts import find_fault
+from megatron_asynchzp.checkpoint_files.parts import find_fault, is_state_of_layers
 
 METADATA, CONFIG = ".metadata", "metadata.json"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -168,7 +168,7 @@ def _parts(index: Metadata) -> Iterator[tuple[tuple, int]]:
         if isinstance(entry, BytesStorageMetadata):
             yield (name, None), 0
             continue
-        fault = find_fault(entry.size, entry.chunks)
+        fault = find_fault(entry.size, entry.chunks, lacks_rows=is_state_of_layers(name))
         if fault is not None:
             raise Damage(f"the parts of {name} do not fit its shape: {fault}")
         seen: set[tuple[int, ...]] = set()

@@ -15,6 +15,7 @@ compares all pairs. Both questions have answers whose time is n log n in the par
 """
 
 import math
+import re
 from array import array
 from bisect import bisect_right
 from collections import ChainMap
@@ -43,15 +44,24 @@ from megatron_asynchzp.errors import ConfigurationError
 
 # Fewer candidates are compared one by one.
 _MANY = 64
+_STATE_OF_LAYERS = re.compile(r"optimizer\.state\..*\.layers\.(?!\d)")
+
+
+def is_state_of_layers(name: str) -> bool:
+    """Return whether the tensor `name` has a row for each layer, and none for a frozen one."""
+    return _STATE_OF_LAYERS.search(name) is not None
 
 
 def find_fault(
-    size: Sequence[int], parts: Sequence[ChunkStorageMetadata], is_all: bool = True
+    size: Sequence[int],
+    parts: Sequence[ChunkStorageMetadata],
+    is_all: bool = True,
+    lacks_rows: bool = False,
 ) -> str | None:
     """Name the fault in the parts of a tensor of `size`, for the user; None if there is none.
 
     Each part must lie within the tensor, no two may overlap and, with `is_all`, together they must
-    be the whole of it.
+    be the whole of it, or with `lacks_rows` of some of its rows.
     """
     if len(size) == 0 and (is_all or len(parts) > 1):
         return None if len(parts) == 1 else f"its one element is stored {len(parts)} times"
@@ -67,7 +77,8 @@ def find_fault(
         return f"a part is outside of it: {_name(parts[int(is_outside.nonzero()[0])])}"
     numels = shapes.prod(1)  # of parts that are within; their sum may need more than 64 bits
     held = (int((numels >> 32).sum()) << 32) + int((numels & 0xFFFFFFFF).sum())
-    if is_all and held != math.prod(size):
+    has_rows = lacks_rows and held and _is_of_rows(starts[:, 0], shapes, size)
+    if is_all and held != math.prod(size) and not has_rows:
         return f"its parts have {held} of {math.prod(size)} elements"
     filled = (shapes > 0).all(1).nonzero().squeeze(1)
     pair = _overlap(starts[filled], (starts + shapes)[filled])
@@ -75,6 +86,15 @@ def find_fault(
         return None
     first, second = (_name(parts[int(filled[index])]) for index in pair)
     return f"two parts of it overlap: {first} and {second}"
+
+
+def _is_of_rows(first: torch.Tensor, shapes: torch.Tensor, size: Sequence[int]) -> bool:
+    """Return whether each row of a tensor is whole or missing."""
+    numels = shapes[:, 1:].prod(1)
+    changes = torch.zeros(size[0] + 1, dtype=torch.int64).index_add_(0, first, numels)
+    changes.index_add_(0, first + shapes[:, 0], -numels)
+    held = changes.cumsum(0)[:-1]
+    return bool(((held == 0) | (held == math.prod(size[1:]))).all())
 
 
 def _matrix(rows: Iterable[Iterable[int]], dims: int) -> torch.Tensor:
@@ -211,7 +231,8 @@ def check_plan(
             faults.append(f"{item.index.fqn} has another size or dtype on another rank")
     for name, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
-            fault = find_fault(entry.size, entry.chunks, is_all=len(plans) > 1)
+            is_all = len(plans) > 1
+            fault = find_fault(entry.size, entry.chunks, is_all, is_state_of_layers(name))
             faults += [] if fault is None else [f"{name}: {fault}"]
     if faults:
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""

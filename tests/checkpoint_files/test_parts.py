@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items, find_fault
+from megatron_asynchzp.checkpoint_files.parts import (
+    check_plan,
+    create_read_items,
+    find_fault,
+    is_state_of_layers,
+)
 from megatron_asynchzp.engine.sharding.layout import cut_into_boxes
 from megatron_asynchzp.engine.sharding.topology import Range
 
@@ -124,6 +129,32 @@ def test_a_long_part_beside_short_ones_is_read_from_its_last_rows_too(row):
 )
 def test_a_fault_is_named(parts, word):
     assert word in str(find_fault((2, 2), parts))
+
+
+def test_a_stack_of_layers_lacks_whole_layers_alone():
+    pieces = [part((row, column), (1, 2)) for row in range(3) for column in (0, 2)]
+    for kept in product([False, True], repeat=len(pieces)):
+        parts = [piece for piece, is_kept in zip(pieces, kept, strict=True) if is_kept]
+        is_of_layers = any(kept) and all(kept[row] == kept[row + 1] for row in (0, 2, 4))
+        assert (find_fault((3, 4), parts, lacks_rows=True) is None) == is_of_layers, kept
+        assert (find_fault((3, 4), parts) is None) == all(kept)
+    twice = [part((0, 0), (2, 4)), *pieces[2:4]]
+    assert "overlap" in str(find_fault((3, 4), twice, lacks_rows=True))
+    assert "elements" in str(find_fault((3, 4), twice[:2], lacks_rows=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", True),
+        ("chained_0.optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", True),
+        ("optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc1.weight", False),
+        ("optimizer.state.exp_avg.output_layer.weight", False),
+        ("decoder.layers.mlp.linear_fc1.weight", False),
+    ],
+)
+def test_only_states_of_stacked_layers_may_lack_layers(name, expected):
+    assert is_state_of_layers(name) == expected
 
 
 def test_a_number_is_stored_once():

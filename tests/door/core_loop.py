@@ -39,6 +39,8 @@ class Loop:
     transformer_options: dict[str, Any] = field(default_factory=dict)
     set_later: dict[str, Any] = field(default_factory=dict)  # of the OptimizerConfig
     has_optimizer: bool = True
+    forward_step: Any = None  # in place of _forward_step
+    frozen: str = ""  # a part of the names of parameters that are not trained, and saved
     trained: str = ""  # a part of the names of parameters that are trained, and saved alone
 
     def build(self) -> "Loop":
@@ -130,7 +132,8 @@ class Loop:
         )
         for module in self.modules:
             for name, param in module.named_parameters():
-                param.requires_grad_(self.trained in name)
+                is_frozen = bool(self.frozen) and self.frozen in name
+                param.requires_grad_(self.trained in name and not is_frozen)
         self.model = [
             DistributedDataParallel(self.config, self.ddp, module, disable_bucketing=index > 0)
             for index, module in enumerate(self.modules)
@@ -173,7 +176,7 @@ class Loop:
             self.optimizer.zero_grad()
             batches = [self._batches(step) for _ in self.model]
             losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
+                forward_step_func=self.forward_step or _forward_step,
                 data_iterator=batches if self.virtual else batches[0],
                 model=self.model if self.virtual else self.model[0],
                 num_microbatches=self.num_micro_batches,
@@ -246,11 +249,17 @@ class Loop:
         return keys
 
 
-def _forward_step(batches: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def inputs_of(batches: Iterator) -> tuple[tuple, torch.Tensor]:
+    """Arguments of the model, and labels."""
     tokens, labels = next(batches)
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
-    output = model(tokens, positions, mask, labels=labels)
+    return (tokens, positions, mask), labels
+
+
+def _forward_step(batches: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    inputs, labels = inputs_of(batches)
+    output = model(*inputs, labels=labels)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = output.float().mean()

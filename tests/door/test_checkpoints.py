@@ -93,6 +93,25 @@ def test_a_framework_that_keeps_adapters_by_name_saves_and_resumes_them(tmp_path
     assert missing | others_missing == left_out != set()
 
 
+def save_with_frozen_layers(folder: Path) -> tuple[Steps, Steps]:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    install()
+    loop = Loop(dtype=torch.bfloat16, num_layers=3, frozen=".layers.1.").build()
+    loop.train(0, SAVED)
+    loop.save(folder)
+    went_on = loop.train(SAVED, STOP)
+    loop = Loop(dtype=torch.bfloat16, num_layers=3, frozen=".layers.1.").build()
+    loop.load(folder)
+    return went_on, loop.train(SAVED, STOP)
+
+
+def test_a_model_of_which_some_layers_are_frozen_is_saved_and_resumed(tmp_path: Path):
+    for went_on, resumed in on_ranks(save_with_frozen_layers, 2, tmp_path):
+        assert resumed == went_on
+
+
 class MegatronCheckpointManager:
     """What verl has under this name: it makes metadata for a state, and again for the file."""
 

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plain megatron.core loop trains alike with stock DDP and, after install(), with AsyncHZP."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 
-from tests.door.core_loop import Loop, Steps
+from tests.door.core_loop import Loop, Steps, inputs_of
 from tests.support.world import on_ranks
 
 Sizes = tuple[int, int, int]
@@ -45,6 +47,35 @@ def check_parity(world: int, sizes: Sizes, num_steps: int = 6, **options: Any) -
 
 def test_a_plain_loop_has_the_losses_and_norms_of_stock():
     check_parity(2, (2, 2, 2), 3)
+
+
+def prefer(batches: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """As DPO with adapters does: the model without its wrappers gives the reference."""
+    inputs, labels = inputs_of(batches)
+    with torch.no_grad():
+        reference = unwrap_model(model)(*inputs, labels=labels)
+    output = model(*inputs, labels=labels)
+    return output, lambda output: _reported((output - 0.1 * reference).float())
+
+
+def distil(batches: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """As a distillation does: the loss is taken from a layer, and not from the model's output."""
+    inputs, labels = inputs_of(batches)
+    found: list[torch.Tensor] = []
+    layer: Any = unwrap_model(model).output_layer
+    handle = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+    output = model(*inputs, labels=labels).detach()
+    handle.remove()
+    return output, lambda _: _reported(found[0].float().square())
+
+
+def _reported(values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return values.mean(), {"loss": values.mean().detach()}
+
+
+@pytest.mark.parametrize("step", [prefer, distil])
+def test_a_call_without_wrappers_and_a_loss_of_a_layer_train_as_with_stock(step: Any):
+    check_parity(2, (2, 2, 2), 3, **BF16, forward_step=step)
 
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}

@@ -73,7 +73,17 @@ def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
             if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
                 edges.append(module)
     plans = plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))
+    plans = [_with_owners(plan, root) if root in plan.modules else plan for plan in plans]
     return [replace(plan, name=f"chunk{chunk}.{plan.name}") for plan in plans] if chunk else plans
+
+
+def _with_owners(plan: UnitPlan, root: nn.Module) -> UnitPlan:
+    """Gather a unit of the rest for its modules too: a script may call the model without wrappers.
+
+    Or it takes its loss from a layer, as a distillation does, and backward meets no output of root.
+    """
+    owners = (root.get_submodule(name.rpartition(".")[0]) for name, _ in plan.params)
+    return replace(plan, modules=(*dict.fromkeys((*plan.modules, *owners)),))
 
 
 def seat_captured(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
