@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Frameworks on the emulated device: no delay changes a bit of what they train with AsyncHZP, and it
-is what stock DDP trains on the CPU.
+"""Frameworks on the emulated device: with AsyncHZP they train what stock DDP trains on the CPU, and
+no delay changes a bit of it.
 
 Stock DDP of the distributed optimizer copies parameters on one stream and frees them on another,
 which the emulated device does not forgive.
@@ -30,9 +30,7 @@ FROM_SOURCE = {"is_initialized_from_source": True}  # a device draws other weigh
 
 
 @contextmanager
-def worlds_with(
-    packages: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[DeviceWorlds]:
+def worlds_with(packages: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceWorlds]:
     """Ranks that find the packages first."""
     monkeypatch.syspath_prepend(str(folder_of(packages.split())))
     try:

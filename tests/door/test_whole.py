@@ -3,12 +3,13 @@
 """Code that reads or writes `param.data` finds whole parameters within whole()."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_asynchzp.errors import ConfigurationError
 from tests.door.core_loop import Loop
@@ -98,9 +99,21 @@ class MegatronEngine:
         return weights_of(self.module), None
 
 
+def calc_params_l2_norm(
+    model, model_config, use_megatron_fsdp=False, force_create_fp32_copy=False
+) -> float:
+    """What Megatron Bridge has under this name, which reads a rank's own parameters."""
+    return norm_of(param.data for chunk in model for param in chunk.parameters())
+
+
+def norm_of(values: Iterable[torch.Tensor]) -> float:
+    return float(torch.stack([value.float().norm() for value in values]).norm())
+
+
 def import_frameworks() -> None:
     bridge = "megatron.bridge.models.conversion"
-    kinds = {
+    kinds: dict[str, Any] = {
+        "megatron.bridge.training.utils.train_utils": calc_params_l2_norm,
         f"{bridge}.model_bridge": MegatronModelBridge,
         f"{bridge}.peft_bridge": MegatronPeftBridge,
         f"{bridge}.quant_bridge": MegatronQuantizationBridge,
@@ -113,7 +126,7 @@ def import_frameworks() -> None:
 
 
 def use_frameworks(options: dict) -> dict[str, Any]:
-    from megatron_asynchzp import cpu_platform
+    from megatron_asynchzp import cpu_platform, whole
 
     cpu_platform.install()
     import_frameworks()
@@ -131,6 +144,13 @@ def use_frameworks(options: dict) -> dict[str, Any]:
         "adapters": bridge.stream_adapter_weights_megatron_to_hf(modules),
     }
     exported = {name: [value for _, value in export] for name, export in exports.items()}
+    norms_module: Any = sys.modules["megatron.bridge.training.utils.train_utils"]
+    norms = [
+        norms_module.calc_params_l2_norm(loop.model, loop.config, force_create_fp32_copy=is_of)
+        for is_of in (False, True)
+    ]
+    with whole(loop.model):
+        norms.append(norm_of(values_of(loop).values()))
     values = new_values(loop)
     loop = Loop(**options).build()
     bridge.load_weights_hf_to_megatron(values, loop.model)
@@ -139,7 +159,7 @@ def use_frameworks(options: dict) -> dict[str, Any]:
     loop.build_model()
     bridge.load_weights_hf_to_megatron(values, loop.model)
     loop.make_optimizer()
-    return {"exported": exported, "loaded": [loaded, loop.train(0, 2)]}
+    return {"exported": exported, "norms": norms, "loaded": [loaded, loop.train(0, 2)]}
 
 
 def test_megatron_bridge_and_verl_read_and_write_whole_parameters():
@@ -148,6 +168,9 @@ def test_megatron_bridge_and_verl_read_and_write_whole_parameters():
         assert not any(value.isnan().any() for value in expected)
         for values in exports:
             assert all(map(torch.equal, values, expected)) and len(values) == len(expected)
+        of_main, of_model, expected = results["norms"]
+        assert of_main == pytest.approx(expected, rel=1e-3) and of_main != of_model
+        assert of_model == pytest.approx(expected, rel=1e-6)
         after, before = results["loaded"]
         assert after == before
 
@@ -179,6 +202,11 @@ def read_and_write(options: dict) -> dict[str, Any]:
         kept = first.data  # whole, also when another unit is used
         results["kept"] = torch.equal(last.data + 0 * kept.sum(), last.data)
         results["of two units"] = bool(torch.outer(first[0], last[0]).isfinite().all())
+        states = [chunk.state_dict() for chunk in (*loop.model, *unwrap_model(loop.model))]
+        results["states"] = [torch.equal(state[next(iter(state))], first) for state in states]
+    for chunk in (*loop.model, *unwrap_model(loop.model)):
+        with pytest.raises(ConfigurationError, match="state_dict.. of a model that is in shards"):
+            chunk.state_dict()
     with pytest.raises(ConfigurationError) as caught, whole(loop.model):
         first.data.mul_(2)
     results["refused"] = str(caught.value)
@@ -213,6 +241,7 @@ def test_whole_parameters_are_read_one_unit_at_a_time_and_written(options: dict)
         assert set(results["units held"]) == {1}
         expected = [pytest.approx(step, rel=1e-6) for step in results["stock goes on"]]
         assert results["goes on"] == expected
+        assert results["states"] == [True, True]
         assert results["kept"] and results["of two units"]
         assert "were written within whole(), which only reads" in results["refused"]
         expected = [pytest.approx(step, rel=1e-6) for step in results["stock from values"]]

@@ -5,6 +5,7 @@ built whole, whatever is done to it before it is complete.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 import torch.distributed as dist
@@ -172,6 +173,21 @@ def check_use() -> None:
 
 def test_a_module_whose_weights_are_used_before_the_end_is_whole_again_and_is_named():
     run_ranks(check_use, 4)
+
+
+def check_copies() -> None:
+    construction = new_construction()
+    model, whole = build(construction), build(None)
+    copied = deepcopy(model).double()
+    for param, (name, expected) in zip(copied.parameters(), whole.named_parameters(), strict=True):
+        assert type(param) is nn.Parameter and param.requires_grad
+        assert torch.equal(param, expected.double()), name
+    units = units_of(construction, plans_of(model.double()))
+    assert_equal(units, whole.double())
+
+
+def test_a_copy_of_a_module_is_whole_and_the_model_is_built_on():
+    run_ranks(check_copies, 4)
 
 
 def look_at(blocks: list) -> None:

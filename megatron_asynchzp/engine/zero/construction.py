@@ -128,6 +128,9 @@ class Construction:
         self._reshards = reshards
         self._open: list[_Sharded] = []  # those to be cut again
 
+    def __deepcopy__(self, _memo: object) -> "Construction":
+        return self  # of a module of it that is copied, as adapters do
+
     # ---- a module is complete
 
     @torch.no_grad()
@@ -184,6 +187,8 @@ class Construction:
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
         """Convert the parts too, in place of `module._apply` (bfloat16(), cuda(), ...)."""
+        if module not in self._modules:  # a copy of a module, which has whole parameters
+            return type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         self.reshard()
         parts = [part for sharded in self._modules[module] for part in sharded.parts]
         # The present names: adapters may have wrapped complete layers since.

@@ -65,7 +65,13 @@ def new_guarded_class(kind: type, answer: Answer) -> type:
                 return func(*args, **(kwargs or {}))
             return answer(func, args, kwargs or {})
 
-    return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(guard)})
+    def deepcopy(param: Any, memo: Any) -> Any:
+        copied = kind.__deepcopy__(param, memo)  # pyright: ignore[reportAttributeAccessIssue]
+        copied.__class__ = kind  # it has values of its own
+        return copied
+
+    names = {"__torch_function__": classmethod(guard), "__deepcopy__": deepcopy}
+    return type(kind)(kind.__name__, (kind,), names)
 
 
 class ParamGuard:

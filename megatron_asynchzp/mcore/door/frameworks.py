@@ -6,17 +6,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
+from inspect import signature
 from types import ModuleType
-from typing import Any, Never
+from typing import Any
 
 from megatron_asynchzp.mcore.door.building import building
-from megatron_asynchzp.mcore.door.whole import whole
+from megatron_asynchzp.mcore.door.whole import runtimes_of, whole
 from megatron_asynchzp.mcore.door.wrapper import DoorDataParallel
 from megatron_asynchzp.mcore.patches.patch import Patch, apply_patches, replaces
 from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
+from megatron_asynchzp.mcore.step.whole_tensors import norm_of_params
 
 _TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
 _BRIDGE, _SETUP = "megatron.bridge.models.conversion", "megatron.bridge.training.setup"
+_NORMS = "megatron.bridge.training.utils.train_utils"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 _GPT_BRIDGE = "mcore_bridge.bridge.gpt_bridge"
 _CHECKPOINTS = "verl.utils.checkpoint.megatron_checkpoint_manager"
@@ -86,6 +89,20 @@ def metadata_of_state(original: Callable, self: Any) -> dict[str, Any]:
     # As OptimizerCheckpoint.sharded_state_dict writes it into what it is given.
     form = {"distrib_optim_sharding_type": "fully_reshardable"}
     return original(self) | (form if isinstance(self.optimizer, AsyncHZPOptimizer) else {})
+
+
+@replaces(
+    f"{_NORMS}.calc_params_l2_norm",
+    "model model_config use_megatron_fsdp force_create_fp32_copy",
+    why="Megatron Bridge logs the norm of all parameters (log_params_norm)",
+    drop_when="the norm of parameters is a method of the wrapper",
+)
+def calc_params_l2_norm(original: Callable, *args: Any, **options: Any) -> float:
+    given = signature(original).bind(*args, **options).arguments
+    if not (runtimes := runtimes_of(given["model"])):
+        return original(*args, **options)
+    in_model_dtype = given.get("force_create_fp32_copy") or not given["model_config"].bf16
+    return norm_of_params(runtimes, in_model_dtype)
 
 
 def _offloading(module: str) -> list[Patch]:
@@ -183,6 +200,7 @@ _PATCHES: dict[str, list[Patch]] = {
         _within(_whole_models, f"{_TRAINER}.merge_lora_adapters", "self adapter_name", _MERGES),
         _within(_whole_models, f"{_TRAINER}.unmerge_lora_adapters", "self", _MERGES),
     ],
+    _NORMS: [calc_params_l2_norm],
     _ENGINE: [export_shards],
     _CHECKPOINTS: [metadata_of_state],
     _SWIFT: _offloading(_SWIFT),
@@ -191,10 +209,10 @@ _PATCHES: dict[str, list[Patch]] = {
 
 
 class _PatchesOnImport:
-    """Finds the modules of frameworks as Python does, and replaces their functions once imported."""
+    """Finds modules of frameworks as Python does, and replaces their functions once imported."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: Never = None) -> ModuleSpec | None:
+    def find_spec(name: str, path: Sequence[str] | None, _target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name in _PATCHES else None
         if spec is None or spec.loader is None:
             return None

@@ -34,13 +34,10 @@ def whole(model: Any, writes: bool = False) -> Iterator[None]:
     Raises:
         ConfigurationError: Within a step, or for a write without `writes`.
     """
-    chunks: Any = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
-    own = {id(param) for chunk in chunks for param in chunk.parameters()}
     runtimes = [
         runtime
-        for runtime in Communication.open_runtimes()
-        if any(id(param) in own for unit in runtime.units for param in unit.params)
-        and runtime.state is not StepState.STREAMING  # whole already, within another whole()
+        for runtime in runtimes_of(model)
+        if runtime.state is not StepState.STREAMING  # whole already, within another whole()
     ]
     with ExitStack() as stack:
         for runtime in runtimes:
@@ -54,6 +51,17 @@ def whole(model: Any, writes: bool = False) -> Iterator[None]:
             gathered.close()
     if writes:
         _take_over(runtimes)
+
+
+def runtimes_of(model: Any) -> list[HZPRuntime]:
+    """Return the runtimes of those chunks of a model, wrapped or not, that are in shards."""
+    chunks: Any = unwrap_model(list(model) if isinstance(model, Sequence) else [model])
+    own = {id(param) for chunk in chunks for param in chunk.parameters()}
+    return [
+        runtime
+        for runtime in Communication.open_runtimes()
+        if any(id(param) in own for unit in runtime.units for param in unit.params)
+    ]
 
 
 @torch.no_grad()

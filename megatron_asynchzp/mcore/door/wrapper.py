@@ -38,6 +38,10 @@ _WHOLE_VALUES = (
     "whole values are loaded into a model that is in shards; load them before its optimizer is "
     "made, or within megatron_asynchzp.whole(model, writes=True)"
 )
+_NO_VALUES = (
+    "state_dict() of a model that is in shards has no values; call it within "
+    "megatron_asynchzp.whole(model), or save with megatron.core.dist_checkpointing"
+)
 
 
 class DoorDataParallel(AsyncHZPDataParallel):
@@ -71,7 +75,7 @@ class DoorDataParallel(AsyncHZPDataParallel):
         """Take part in a model of `siblings`, all sharded, whose checkpoints are shards."""
         self.siblings = siblings
         model: Any = unwrap_model(self.module)
-        describe, load = model.sharded_state_dict, model.load_state_dict
+        describe, load, read = model.sharded_state_dict, model.load_state_dict, model.state_dict
 
         def sharded_state_dict(*args: Any, **options: Any) -> dict[str, Any]:
             """Give each shard a key that begins with its parameter's, by which it is filtered."""
@@ -88,7 +92,13 @@ class DoorDataParallel(AsyncHZPDataParallel):
                 raise ConfigurationError(_WHOLE_VALUES)
             return load(state_dict, strict=strict, **rest)
 
+        def state_dict(*args: Any, **options: Any) -> dict[str, Any]:
+            if self.runtime.state is not StepState.STREAMING:
+                raise ConfigurationError(_NO_VALUES)
+            return read(*args, **options)
+
         model.sharded_state_dict, model.load_state_dict = sharded_state_dict, load_state_dict
+        model.state_dict = state_dict
 
     # ---- before its optimizer is made
 
@@ -146,7 +156,7 @@ class DoorDataParallel(AsyncHZPDataParallel):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any):
-        return super().state_dict() if self.is_sharded else self.module.state_dict(*args, **kwargs)
+        return self.module.state_dict(*args, **kwargs)
 
     state_dict_for_save_checkpoint = state_dict
 
