@@ -48,7 +48,7 @@ _STATE_OF_LAYERS = re.compile(r"optimizer\.state\..*\.layers\.(?!\d)")
 
 
 def is_state_of_layers(name: str) -> bool:
-    """Return whether the tensor `name` has a row for each layer, and none for a frozen one."""
+    """Return whether a tensor has a row for each layer, and none for a frozen one."""
     return _STATE_OF_LAYERS.search(name) is not None
 
 
@@ -77,24 +77,18 @@ def find_fault(
         return f"a part is outside of it: {_name(parts[int(is_outside.nonzero()[0])])}"
     numels = shapes.prod(1)  # of parts that are within; their sum may need more than 64 bits
     held = (int((numels >> 32).sum()) << 32) + int((numels & 0xFFFFFFFF).sum())
-    has_rows = lacks_rows and held and _is_of_rows(starts[:, 0], shapes, size)
-    if is_all and held != math.prod(size) and not has_rows:
-        return f"its parts have {held} of {math.prod(size)} elements"
+    wanted = math.prod(size)
+    if lacks_rows:
+        rows = {row for p in parts for row in range(p.offsets[0], p.offsets[0] + p.sizes[0])}
+        wanted = max(1, len(rows)) * math.prod(size[1:])
+    if is_all and held != wanted:
+        return f"its parts have {held} of {wanted} elements"
     filled = (shapes > 0).all(1).nonzero().squeeze(1)
     pair = _overlap(starts[filled], (starts + shapes)[filled])
     if pair is None:
         return None
     first, second = (_name(parts[int(filled[index])]) for index in pair)
     return f"two parts of it overlap: {first} and {second}"
-
-
-def _is_of_rows(first: torch.Tensor, shapes: torch.Tensor, size: Sequence[int]) -> bool:
-    """Return whether each row of a tensor is whole or missing."""
-    numels = shapes[:, 1:].prod(1)
-    changes = torch.zeros(size[0] + 1, dtype=torch.int64).index_add_(0, first, numels)
-    changes.index_add_(0, first + shapes[:, 0], -numels)
-    held = changes.cumsum(0)[:-1]
-    return bool(((held == 0) | (held == math.prod(size[1:]))).all())
 
 
 def _matrix(rows: Iterable[Iterable[int]], dims: int) -> torch.Tensor:

@@ -131,7 +131,6 @@ def _nearest(line: str) -> str:
 
 @contextlib.contextmanager
 def _without(package: str) -> Iterator[None]:
-    """Hide `package` from Megatron, unless it is imported already."""
     is_hidden = sys.modules.setdefault(package, cast(ModuleType, None)) is None
     try:
         yield

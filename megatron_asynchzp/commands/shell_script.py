@@ -53,7 +53,6 @@ def with_numbers(words: list[str]) -> list[str]:
 
 
 def _job_of(text: str) -> dict[str, int]:
-    """Return the numbers of the lines for Slurm: nodes (the fewest), tasks, tasks_per_node."""
     lines = " ".join(re.findall(r"^#SBATCH[ \t]+([^#\n]*)", text, re.MULTILINE))
     options = {"nodes": "-N|--nodes", "tasks": "-n|--ntasks", "tasks_per_node": "--ntasks-per-node"}
     values = {

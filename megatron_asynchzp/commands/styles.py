@@ -58,16 +58,3 @@ def set_title(plot: Any, text: str) -> None:
 
 def add_caption(figure: Any, *lines: str) -> None:
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=INK)
-
-
-def add_legend(figure: Any, handles: list[Any], ncols: int | None = None) -> None:
-    """Add a legend above all plots, in one row unless `ncols` has fewer columns."""
-    figure.legend(
-        handles=handles,
-        loc="outside upper left",
-        ncols=ncols or len(handles),
-        frameon=False,
-        fontsize=NORMAL,
-        handlelength=1.4,
-        columnspacing=1.4,
-    )

@@ -94,7 +94,6 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
 
 
 def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
-    """Add the entries of transformers 4, which would take its defaults without a word."""
     entries = json.loads(path.read_text())
     entries["rope_theta"] = float(shape.rotary_base)
     if shape.is_rope_scaled:

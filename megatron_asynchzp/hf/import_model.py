@@ -145,7 +145,6 @@ def _wanted(shape: ModelShape) -> dict[str, torch.Size]:
 
 
 def _are_equal(embedding: Tensor, head: Tensor) -> bool:
-    """Whether transformers would tie the two."""
     if embedding.dtype != head.dtype:
         embedding, head = embedding.float(), head.float()
     return torch.equal(embedding, head)

@@ -277,7 +277,6 @@ def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _is_place_of(part: Fragment, state: Mapping[str, Any]) -> bool:
-    """Whether loading into `state` has written the values of `part`."""
     found = state.get(f"model.{part.name}")
     return isinstance(found, ShardedState) and found.values.data_ptr() == part.values.data_ptr()
 

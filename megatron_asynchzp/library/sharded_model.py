@@ -321,7 +321,6 @@ class ShardedModel:
         )
 
     def _await_grads(self) -> None:
-        """Let the next read of a gradient wait until gradients are complete."""
         self._are_in_place = False
         for part in self._trained:
             change_class(part.param, ShardParam)

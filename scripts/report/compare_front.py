@@ -10,6 +10,7 @@ from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import NORMAL, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.compare_table import peak_of
+from scripts.report.legends import add_legend
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
 # Mark, colour and label of a family.
@@ -60,7 +61,7 @@ def figure_of(records: Iterable[dict]) -> Any:
         for family, (mark, colour, label) in _FAMILIES.items()
         if family in families
     ]
-    styles.add_legend(figure, handles)
+    add_legend(figure, handles)
     styles.add_caption(
         figure,
         SIZES_MEANING,

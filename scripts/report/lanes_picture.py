@@ -19,6 +19,7 @@ from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model,
 from megatron_asynchzp.planner.plan import Plan
 from megatron_asynchzp.planner.simulate import LANE_NAMES
 from megatron_asynchzp.planner.traffic import BETWEEN
+from scripts.report.legends import add_legend
 
 # Llama 3 8B, as in the table of README.
 _MODEL = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 32, (), False)
@@ -75,7 +76,7 @@ def draw(file: Path) -> None:
     handles = [
         Patch(color=colour, label=_MEANINGS.get(kind, kind)) for kind, colour in _COLOURS.items()
     ]
-    styles.add_legend(figure, handles, ncols=4)
+    add_legend(figure, handles, ncols=4)
     panels[-1].set_xlabel("seconds of a step", fontsize=styles.NORMAL, color=INK)
     styles.add_caption(figure, *_CAPTION)
     figure.savefig(file, dpi=styles.DPI)

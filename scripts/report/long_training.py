@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.planner.goodput import SaveTimes
+from scripts.report.legends import add_legend
 from scripts.report.records import markdown_table
 
 STOCK = ("stock-1", "stock-2", "stock-3")
@@ -110,7 +111,7 @@ def draw(lines: Sequence[dict], file: Path) -> None:
         styles.bare(axes, grid="y")
     handles = [Patch(color=styles.STOCK, alpha=0.35, label="stock Megatron, bf16, three seeds")]
     handles += [Line2D([], [], color=colour, label=name) for name, colour in NAMES.values()]
-    styles.add_legend(figure, handles, ncols=2)
+    add_legend(figure, handles, ncols=2)
     for start in starts_with_failures(lines):
         if start["fault"]:
             for axes in panels:

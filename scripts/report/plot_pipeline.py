@@ -17,6 +17,7 @@ from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import INK, SMALL, STEP_COLOURS, bare
 from megatron_asynchzp.engine.comm.timeline import WAIT, union_s
 from megatron_asynchzp.errors import ConfigurationError
+from scripts.report.legends import add_legend
 from scripts.report.plot_timeline import save_picture
 from scripts.report.step_trace import Computation, Trace, read_trace
 
@@ -85,7 +86,7 @@ def make_figure(traces: Sequence[Trace]) -> Any:
     meaning = {name: name for name in ("forward", "backward")}
     meaning |= {WAIT: "waits for parameters or gradients"} | {lane: lane for lane in _LANES}
     handles = [Patch(color=STEP_COLOURS[name], label=label) for name, label in meaning.items()]
-    styles.add_legend(figure, handles)
+    add_legend(figure, handles)
     styles.add_caption(figure, _CAPTION)
     return figure
 

@@ -16,6 +16,7 @@ from megatron_asynchzp.commands.styles import INK, SMALL
 from megatron_asynchzp.commands.styles import STEP_COLOURS as COLOURS
 from megatron_asynchzp.engine.comm.timeline import COMPUTE, WAIT, Span
 from megatron_asynchzp.errors import ConfigurationError
+from scripts.report.legends import add_legend
 from scripts.report.step_trace import (
     Computation,
     Trace,
@@ -215,7 +216,7 @@ def _add_legend(figure, traces: Sequence[Trace], rows: Sequence[str]) -> None:
         handles.append(Patch(color=_lighter("forward", RECOMPUTED), label="recomputation"))
     meaning = {WAIT: "main thread waits"} | LANES
     handles += [Patch(color=COLOURS[row], label=meaning[row]) for row in rows if row != COMPUTE]
-    styles.add_legend(figure, handles, ncols=4)
+    add_legend(figure, handles, ncols=4)
 
 
 # ---- the command

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 
 from tests.door.core_loop import Loop, Steps
 from tests.door.test_core_loop import install
@@ -109,6 +110,42 @@ def save_with_frozen_layers(folder: Path) -> tuple[Steps, Steps]:
 
 def test_a_model_of_which_some_layers_are_frozen_is_saved_and_resumed(tmp_path: Path):
     for went_on, resumed in on_ranks(save_with_frozen_layers, 2, tmp_path):
+        assert resumed == went_on
+
+
+def save_entries_twice(folder: Path) -> tuple[Steps, Steps]:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    install()
+
+    def new_loop() -> Loop:
+        loop = Loop(dtype=torch.bfloat16)
+        loop.initialize()
+        loop.build_modules()
+        model: Any = unwrap_model(loop.modules[0])
+        describe = model.sharded_state_dict
+
+        def describe_twice(*args: Any, **options: Any) -> dict[str, Any]:
+            state = describe(*args, **options)
+            return state | {"again": state["output_layer.weight"]}
+
+        model.sharded_state_dict = describe_twice
+        loop.wrap()
+        loop.make_optimizer()
+        return loop
+
+    loop = new_loop()
+    loop.train(0, SAVED)
+    loop.save(folder)
+    went_on = loop.train(SAVED, STOP)
+    loop = new_loop()
+    loop.load(folder)
+    return went_on, loop.train(SAVED, STOP)
+
+
+def test_an_entry_that_a_framework_gives_under_two_keys_is_stored_once(tmp_path: Path):
+    for went_on, resumed in on_ranks(save_entries_twice, 2, tmp_path):
         assert resumed == went_on
 
 

@@ -23,14 +23,22 @@ def tiny_config(**config: Any) -> Any:
 def wrap(chunks: list, sizes: tuple[int, int, int] = (1, 2, 2), **ddp_options: bool) -> list:
     """The chunks of a rank's model, wrapped, over a sharding group that is the world."""
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.utils import get_model_config
 
     from megatron_asynchzp.mcore.run.settings import RunSettings
-    from megatron_asynchzp.mcore.step.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.step.data_parallel import (
+        AsyncHZPDataParallel,
+        reduce_last_micro_batch,
+        shard_chunks,
+    )
 
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
     config = DistributedDataParallelConfig(**ddp_options)
-    return wrap_model_chunks(chunks, config, groups, RunSettings(ShardSizes(*sizes)))
+    wrapped = [AsyncHZPDataParallel(get_model_config(chunk), config, chunk) for chunk in chunks]
+    shard_chunks(wrapped, groups, RunSettings(ShardSizes(*sizes)))
+    reduce_last_micro_batch(wrapped)
+    return wrapped
 
 
 def _held_back(num_chunks: int, has_one_config: bool) -> list[list[int]]:

@@ -148,23 +148,24 @@ def test_each_shard_has_the_bits_of_its_part_of_a_weight_that_stock_has_clipped(
         assert found == [(each, []) for each in sizes]
 
 
-def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_is_wrapped(
+def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_is_sharded(
     monkeypatch,
 ):
     from megatron_asynchzp.engine.sharding.topology import ShardSizes
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.mcore.checkpoint import save_guard
-    from megatron_asynchzp.mcore.patches.model import _wrap
+    from megatron_asynchzp.mcore.patches.model import _shard
     from megatron_asynchzp.mcore.run.settings import RunSettings
     from megatron_asynchzp.mcore.step import data_parallel
 
-    monkeypatch.setattr(data_parallel, "wrap_model_chunks", lambda chunks, *_: chunks)
+    for name in ("shard_chunks", "reduce_last_micro_batch"):
+        monkeypatch.setattr(data_parallel, name, lambda *_: None)
     monkeypatch.setattr(save_guard, "claim_save_directory", lambda _: None)
     args, settings = SimpleNamespace(qk_clip=True, rank=1), RunSettings(ShardSizes(1, 1, 1))
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1, rank=lambda: 1))
     model = new_model(False, torch.float32, [1.0] * HEADS, [1.0] * HEADS)
-    model.runtime = None
-    assert _wrap(args, settings, [model], None, groups) == [model]
+    model.runtime = model.construction = None
+    _shard(args, settings, [model], groups)
     del model.decoder.layers[1].self_attention._clip_linear_qkv
     with pytest.raises(ConfigurationError, match="--qk-clip: Module does not say what to clip"):
-        _wrap(args, settings, [model], None, groups)
+        _shard(args, settings, [model], groups)

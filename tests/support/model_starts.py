@@ -73,7 +73,7 @@ def start(argv: list[str], count: MemoryCount | None = None) -> Start:
     from megatron_asynchzp.mcore.step import data_parallel
 
     found: dict[str, Any] = {}
-    set_up, wrap = training.setup_model_and_optimizer, data_parallel.wrap_model_chunks
+    set_up, shard = training.setup_model_and_optimizer, data_parallel.shard_chunks
 
     def peak() -> int:
         return count.peak_nbytes if count else 0
@@ -87,13 +87,13 @@ def start(argv: list[str], count: MemoryCount | None = None) -> Start:
         found.update(weights=weights_of(model), memory=memory)
         return (model, *rest)
 
-    def wrap_measured(*args: Any, **kwargs: Any) -> Any:
+    def shard_measured(*args: Any, **kwargs: Any) -> None:
         found["built"] = peak()
-        return wrap(*args, **kwargs)
+        shard(*args, **kwargs)
 
     with (
         mock.patch.object(training, "setup_model_and_optimizer", set_up_measured),
-        mock.patch.object(data_parallel, "wrap_model_chunks", wrap_measured),
+        mock.patch.object(data_parallel, "shard_chunks", shard_measured),
     ):
         record = megatron_runs.run_pretrain([*argv, "--train-iters", "1"])
     return Start(found["weights"], found["memory"], record.log)

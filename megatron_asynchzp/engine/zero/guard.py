@@ -65,10 +65,9 @@ def new_guarded_class(kind: type, answer: Answer) -> type:
                 return func(*args, **(kwargs or {}))
             return answer(func, args, kwargs or {})
 
-    def deepcopy(param: Any, memo: Any) -> Any:
-        copied = kind.__deepcopy__(param, memo)  # pyright: ignore[reportAttributeAccessIssue]
-        copied.__class__ = kind  # it has values of its own
-        return copied
+    def deepcopy(param: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
+        values, needs_grad = param.data.clone(), param.requires_grad
+        return memo.setdefault(id(param), torch.Tensor._make_subclass(kind, values, needs_grad))
 
     names = {"__torch_function__": classmethod(guard), "__deepcopy__": deepcopy}
     return type(kind)(kind.__name__, (kind,), names)

@@ -133,7 +133,6 @@ def keepers_of(args: Namespace, rank: int) -> Iterable[int]:
 
 
 def _saved_args(file: LocalFile) -> Any:
-    """Return the arguments of the run that saved it. Reads no tensor."""
     state = torch.load(file.path, map_location="cpu", mmap=True, weights_only=False)
     return state.common_state_dict["args"]
 

@@ -337,7 +337,6 @@ def _described(group: Mapping, keys: Sequence[str]) -> str:
 
 
 def _forms(state_dict: Mapping) -> list[Mapping]:
-    """Return a form for each stock optimizer: dense parameters first, then experts."""
     chained = [state_dict[key] for key in sorted(k for k in state_dict if isinstance(k, int))]
     return chained or [state_dict]
 

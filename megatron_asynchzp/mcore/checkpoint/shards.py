@@ -195,7 +195,11 @@ class ChunkCheckpoint:
         runs: dict[torch.nn.Parameter, list[list[StoredRun]]] = {
             param: [] for param in params.values()
         }
-        for entry in nested_values(entries):
+        # A framework may give the same entry under several keys, as those of adapters.
+        own = {
+            (id(e.data), e.key, getattr(e, "global_offset", 0)): e for e in nested_values(entries)
+        }
+        for entry in own.values():
             param = params[id(entry.data)]
             runs[param].append(find_stored_runs(entry, param))
         for unit in self._runtime.units:

@@ -18,11 +18,7 @@ from megatron_asynchzp.mcore.step.optimizer import AsyncHZPOptimizer
 from megatron_asynchzp.mcore.step.whole_tensors import norm_of_params
 
 _TRAINER = "swift.megatron.trainers.base.BaseMegatronTrainer"
-_BRIDGE, _SETUP = "megatron.bridge.models.conversion", "megatron.bridge.training.setup"
-_NORMS = "megatron.bridge.training.utils.train_utils"
-_ENGINE = "verl.workers.engine.megatron.transformer_impl"
-_GPT_BRIDGE = "mcore_bridge.bridge.gpt_bridge"
-_CHECKPOINTS = "verl.utils.checkpoint.megatron_checkpoint_manager"
+_BRIDGE = "megatron.bridge.models.conversion"
 
 
 def _read_whole(models: Any, read: Callable, *args: Any, **options: Any) -> Iterator[Any]:
@@ -41,7 +37,7 @@ def _exporting(method: str, parameters: str) -> Patch:
 
 
 @replaces(
-    f"{_ENGINE}.MegatronEngine.get_per_tensor_param_shard",
+    "verl.workers.engine.megatron.transformer_impl.MegatronEngine.get_per_tensor_param_shard",
     "self kwargs",
     why="verl reads weights here, and sends a generator their changes",
     drop_when="verl asks the wrapper for whole parameters",
@@ -80,7 +76,8 @@ def initialize_embedding(original: Callable, *args: Any) -> None:
 
 
 @replaces(
-    f"{_CHECKPOINTS}.MegatronCheckpointManager._build_sharded_state_dict_metadata",
+    "verl.utils.checkpoint.megatron_checkpoint_manager.MegatronCheckpointManager."
+    "_build_sharded_state_dict_metadata",
     "self",
     why="verl states the optimizer's form for the state, and again for the file it writes",
     drop_when="verl writes the metadata with which the state was made",
@@ -92,7 +89,7 @@ def metadata_of_state(original: Callable, self: Any) -> dict[str, Any]:
 
 
 @replaces(
-    f"{_NORMS}.calc_params_l2_norm",
+    "megatron.bridge.training.utils.train_utils.calc_params_l2_norm",
     "model model_config use_megatron_fsdp force_create_fp32_copy",
     why="Megatron Bridge logs the norm of all parameters (log_params_norm)",
     drop_when="the norm of parameters is a method of the wrapper",
@@ -144,83 +141,75 @@ def _whole_models(trainer: Any, *_: Any, **__: Any) -> AbstractContextManager:
 
 
 _MERGES = "ms-swift adds adapters to the weights, or takes them off, around an export"
-_SWIFT, _VERL = "swift.megatron.trainers.utils", "verl.utils.megatron_utils"
-_PATCHES: dict[str, list[Patch]] = {
-    _GPT_BRIDGE: [
-        _exporting(
-            f"{_GPT_BRIDGE}.GPTBridge.export_weights",
-            "self mg_models target_device only_master_rank peft_format adapter_name converter "
-            "tqdm_desc disable_tqdm _is_saving skip_unsupported_export",
-        )
-    ],
-    _SETUP: [
-        _within(
-            lambda cfg, pg_collection: building(pg_collection),
-            f"{_SETUP}._build_distributed_model",
-            "cfg pg_collection",
-            "Megatron Bridge builds the trained model here, reads its weights and wraps it",
-        )
-    ],
-    f"{_BRIDGE}.model_bridge": [
-        _within(
-            lambda self, hf_pretrained, megatron_model, *_, **__: whole(
-                megatron_model, writes=True
-            ),
-            f"{_BRIDGE}.model_bridge.MegatronModelBridge.load_weights_hf_to_megatron",
-            "self hf_pretrained megatron_model allowed_mismatched_params",
-            "Megatron Bridge reads weights of Hugging Face here, also after the optimizer is made",
-        ),
-        _exporting(
-            f"{_BRIDGE}.model_bridge.MegatronModelBridge.stream_weights_megatron_to_hf",
-            "self megatron_model hf_pretrained cpu show_progress conversion_tasks "
-            "merge_adapter_weights weight_dtype",
-        ),
-    ],
-    f"{_BRIDGE}.quant_bridge": [
-        _exporting(
-            f"{_BRIDGE}.quant_bridge.MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
-            "self megatron_model hf_pretrained quantization_checker quant_fn quant_block_size cpu "
-            "show_progress conversion_tasks merge_adapter_weights",
-        )
-    ],
-    f"{_BRIDGE}.peft_bridge": [
-        _exporting(
-            f"{_BRIDGE}.peft_bridge.MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
-            "self megatron_model cpu show_progress exclude_adapter_base_prefixes",
-        )
-    ],
-    "swift.megatron.trainers.base": [
-        _within(
-            lambda self: building(),
-            f"{_TRAINER}.prepare_model",
-            "self",
-            "ms-swift builds the trained model here, reads its weights and wraps it",
-        ),
-        initialize_embedding,
-        _within(_whole_models, f"{_TRAINER}.merge_lora_adapters", "self adapter_name", _MERGES),
-        _within(_whole_models, f"{_TRAINER}.unmerge_lora_adapters", "self", _MERGES),
-    ],
-    _NORMS: [calc_params_l2_norm],
-    _ENGINE: [export_shards],
-    _CHECKPOINTS: [metadata_of_state],
-    _SWIFT: _offloading(_SWIFT),
-    _VERL: _offloading(_VERL),
-}
+_PATCHES = [
+    _exporting(
+        "mcore_bridge.bridge.gpt_bridge.GPTBridge.export_weights",
+        "self mg_models target_device only_master_rank peft_format adapter_name converter "
+        "tqdm_desc disable_tqdm _is_saving skip_unsupported_export",
+    ),
+    _within(
+        lambda cfg, pg_collection: building(pg_collection),
+        "megatron.bridge.training.setup._build_distributed_model",
+        "cfg pg_collection",
+        "Megatron Bridge builds the trained model here, reads its weights and wraps it",
+    ),
+    _within(
+        lambda self, hf_pretrained, megatron_model, *_, **__: whole(megatron_model, writes=True),
+        f"{_BRIDGE}.model_bridge.MegatronModelBridge.load_weights_hf_to_megatron",
+        "self hf_pretrained megatron_model allowed_mismatched_params",
+        "Megatron Bridge reads weights of Hugging Face here, also after the optimizer is made",
+    ),
+    _exporting(
+        f"{_BRIDGE}.model_bridge.MegatronModelBridge.stream_weights_megatron_to_hf",
+        "self megatron_model hf_pretrained cpu show_progress conversion_tasks "
+        "merge_adapter_weights weight_dtype",
+    ),
+    _exporting(
+        f"{_BRIDGE}.quant_bridge.MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
+        "self megatron_model hf_pretrained quantization_checker quant_fn quant_block_size cpu "
+        "show_progress conversion_tasks merge_adapter_weights",
+    ),
+    _exporting(
+        f"{_BRIDGE}.peft_bridge.MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
+        "self megatron_model cpu show_progress exclude_adapter_base_prefixes",
+    ),
+    _within(
+        lambda self: building(),
+        f"{_TRAINER}.prepare_model",
+        "self",
+        "ms-swift builds the trained model here, reads its weights and wraps it",
+    ),
+    _within(_whole_models, f"{_TRAINER}.merge_lora_adapters", "self adapter_name", _MERGES),
+    _within(_whole_models, f"{_TRAINER}.unmerge_lora_adapters", "self", _MERGES),
+    *(initialize_embedding, calc_params_l2_norm, export_shards, metadata_of_state),
+    *_offloading("swift.megatron.trainers.utils"),
+    *_offloading("verl.utils.megatron_utils"),
+]
+
+
+def _patches_by_module() -> dict[str, list[Patch]]:
+    patches: dict[str, list[Patch]] = {}
+    for patch in _PATCHES:
+        above, _, name = patch.module.rpartition(".")
+        patches.setdefault(above if name[:1].isupper() else patch.module, []).append(patch)
+    return patches
 
 
 class _PatchesOnImport:
     """Finds modules of frameworks as Python does, and replaces their functions once imported."""
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, _target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name in _PATCHES else None
+    patches = _patches_by_module()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None, _: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in cls.patches else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            apply_patches(_PATCHES[name])
+            apply_patches(cls.patches[name])
 
         spec.loader.exec_module = exec_module
         return spec
@@ -228,7 +217,7 @@ class _PatchesOnImport:
 
 def patch_frameworks() -> None:
     """Replace the functions of frameworks, also of those that this process imports later."""
-    for module, patches in _PATCHES.items():
+    for module, patches in _PatchesOnImport.patches.items():
         if module in sys.modules:
             apply_patches(patches)
     sys.meta_path.insert(0, _PatchesOnImport)

@@ -7,7 +7,7 @@ import os
 from megatron_asynchzp.engine.failure.descriptors import check_descriptors
 from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.door.frameworks import patch_frameworks
-from megatron_asynchzp.mcore.door.seams import door_patches
+from megatron_asynchzp.mcore.door.seams import SEAM, door_patches
 from megatron_asynchzp.mcore.door.settings import check_choices_have_effect
 from megatron_asynchzp.mcore.flags.config import OPTIONS, AsyncHZPConfig, flag_of
 from megatron_asynchzp.mcore.process.platform import choose_platform
@@ -41,7 +41,7 @@ def install(config: AsyncHZPConfig | None = None) -> None:
     patch_megatron(door_patches())
     patch_frameworks()
     report_own_errors()
-    Run.begin_installed(config)
+    Run.begin_installed(config, SEAM)
 
 
 def _check_same_choices(run: Run, config: AsyncHZPConfig) -> None:

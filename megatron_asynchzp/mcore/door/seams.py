@@ -1,18 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where every framework on megatron.core wraps a model and makes its optimizer.
+"""What a framework on megatron.core gets where it wraps a model and makes its optimizer."""
 
-The class is the seam, not its name: it makes our wrapper in each module that has imported it.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from inspect import signature
 from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -20,6 +15,7 @@ from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.door.building import take_construction
 from megatron_asynchzp.mcore.door.settings import DoorSettings, comparable
 from megatron_asynchzp.mcore.door.wrapper import NO_OPTIMIZER, DoorDataParallel
+from megatron_asynchzp.mcore.patches.model import Seam
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.run.agreement import check_ranks_agree
@@ -30,45 +26,27 @@ from megatron_asynchzp.mcore.step.optimizer import get_asynchzp_optimizer
 from megatron_asynchzp.mcore.step.qk_clip import refuse_unknown_attention
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-_WRAPPER = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
 
 
-@replaces(
-    f"{_WRAPPER}.__init__",
-    "self config ddp_config module disable_bucketing pg_collection full_param_layout[0.19]",
-    why="every framework wraps a model chunk here",
-    drop_when="megatron-core takes the wrapper's class from the DDP configuration",
-)
-def wrap(original: Callable, self: Any, *args: Any, **options: Any) -> None:
-    if type(self) is DistributedDataParallel:
-        self.__class__ = DoorDataParallel
-        self.__init__(*args, **options)
-    else:
-        original(self, *args, **options)
+def make_optimizer(given: Mapping[str, Any]) -> Any:
+    """Shard the chunks of a model and make their optimizer, of get_megatron_optimizer's arguments.
 
-
-@replaces(
-    "megatron.core.optimizer.get_megatron_optimizer",
-    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
-    "dump_param_to_param_group_map",
-    why="every framework makes the optimizer here, where all chunks of a rank are known",
-    drop_when="the wrapper may supply its own optimizer",
-)
-def get_optimizer(original: Callable, *args: Any, **options: Any) -> Any:
-    given = signature(original).bind(*args, **options)
-    given.apply_defaults()
-    chunks, overrides = given.arguments["model_chunks"], given.arguments["config_overrides"]
-    raise_first(_faults_of_call(chunks, given.arguments["dump_param_to_param_group_map"]))
-    groups = given.arguments["pg_collection"] or chunks[0].given_groups
+    Raises ConfigurationError.
+    """
+    chunks, overrides = given["model_chunks"], given["config_overrides"]
+    raise_first(_faults_of_call(chunks, given["dump_param_to_param_group_map"]))
+    groups = given["pg_collection"] or chunks[0].given_groups
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-    config = given.arguments["config"]
-    settings = _shard(chunks, config, groups)
+    settings = _shard(chunks, given["config"], groups)
     optimizer = get_asynchzp_optimizer(
         settings.optimizer, chunks, overrides, groups, settings.run.moments
     )
     for chunk in chunks:
         chunk.optimizer = ref(optimizer)
     return optimizer
+
+
+SEAM = Seam(DoorDataParallel, make_optimizer)
 
 
 def _faults_of_call(chunks: Sequence, map_path: str | None) -> Iterator[str]:
@@ -132,9 +110,7 @@ def _shard(chunks: Sequence[DoorDataParallel], config: Any, groups: Any) -> Door
     if settings.megatron.qk_clip:
         refuse_unknown_attention(chunks)
     if dist.get_rank() == 0:
-        whole_nbytes = None if construction is None else construction.peak_whole_nbytes
-        nodes, moments = settings.run.ranks_per_node, settings.run.moment_nbytes
-        table = format_start_table(chunks, nodes, moments, whole_nbytes)
+        table = format_start_table(chunks, settings.run, construction)
         lines = [f"megatron_asynchzp: {line}" for line in settings.lines]
         print(*lines, table, sep="\n", flush=True)
     return settings
@@ -155,7 +131,7 @@ def door_patches() -> list[Patch]:
         return getattr(import_module(patch.module), patch.attribute).__module__ == patch.module
 
     needed = filter(_works_without_arguments, PATCHES)
-    own = [wrap, get_optimizer, keep_from_stock_optimizer]
+    own = [keep_from_stock_optimizer]
     if hasattr(DistributedOptimizer, lay_out_no_buffers.attribute):  # not in 0.18
         own.append(lay_out_no_buffers)
     return [*own, *filter(is_free, needed)]

@@ -185,7 +185,6 @@ def _own_settings(config: AsyncHZPConfig, optimizer: Any, ddp: Any, groups: Any)
 
 
 def _timeout_minutes(group: dist.ProcessGroup) -> float:
-    """The time limit that the framework gave its process groups."""
     options: Any = getattr(group._get_backend(communication_device(group)), "options", None)
     return _MINUTES if options is None else options._timeout.total_seconds() / 60
 

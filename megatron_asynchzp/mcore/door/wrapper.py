@@ -15,9 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, override
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -34,35 +32,13 @@ NO_OPTIMIZER = (
     "before anything keeps get_megatron_optimizer under a name of its own, and make the optimizer "
     "with it"
 )
-_WHOLE_VALUES = (
-    "whole values are loaded into a model that is in shards; load them before its optimizer is "
-    "made, or within megatron_asynchzp.whole(model, writes=True)"
-)
-_NO_VALUES = (
-    "state_dict() of a model that is in shards has no values; call it within "
-    "megatron_asynchzp.whole(model), or save with megatron.core.dist_checkpointing"
-)
 
 
 class DoorDataParallel(AsyncHZPDataParallel):
-    """A model chunk that a framework wraps with megatron.core's DistributedDataParallel.
+    """A model chunk that a framework wraps with megatron.core's DistributedDataParallel."""
 
-    Args:
-        config: TransformerConfig; all arguments are those of DistributedDataParallel.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        ddp_config: Any,
-        module: torch.nn.Module,
-        disable_bucketing: bool = False,
-        pg_collection: ProcessGroupCollection | None = None,
-        full_param_layout: Any = None,
-    ):
-        super().__init__(module, ddp_config)
-        self.config = config
-        self.given_groups = pg_collection
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.siblings: Sequence[DoorDataParallel] = ()  # all chunks of the rank, once sharded
         self.optimizer: Callable[[], AsyncHZPOptimizer | None] = lambda: None  # once it is made
 
@@ -88,17 +64,22 @@ class DoorDataParallel(AsyncHZPDataParallel):
         def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, **rest: Any) -> Any:
             if any(map(_SHARD.fullmatch, state_dict)):
                 return self.load_state_dict(state_dict, strict)
-            if self.runtime.state is not StepState.STREAMING:  # as within whole()
-                raise ConfigurationError(_WHOLE_VALUES)
+            self._check_whole("whole values are loaded into", "load them", "(model, writes=True)")
             return load(state_dict, strict=strict, **rest)
 
         def state_dict(*args: Any, **options: Any) -> dict[str, Any]:
-            if self.runtime.state is not StepState.STREAMING:
-                raise ConfigurationError(_NO_VALUES)
+            self._check_whole("state_dict() has no values of", "call it", "(model)")
             return read(*args, **options)
 
         model.sharded_state_dict, model.load_state_dict = sharded_state_dict, load_state_dict
         model.state_dict = state_dict
+
+    def _check_whole(self, fault: str, remedy: str, whole: str) -> None:
+        if self.runtime.state is not StepState.STREAMING:  # as within whole()
+            raise ConfigurationError(
+                f"{fault} a model that is in shards; {remedy} before its optimizer is made, or "
+                f"within megatron_asynchzp.whole{whole}"
+            )
 
     # ---- before its optimizer is made
 
@@ -120,16 +101,6 @@ class DoorDataParallel(AsyncHZPDataParallel):
         return super().no_sync() if self.is_sharded else nullcontext()
 
     @override
-    @wraps(DistributedDataParallel.start_grad_sync)
-    def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
-        super().start_grad_sync(*unused, **kwargs)
-
-    @override
-    @wraps(DistributedDataParallel.start_param_sync)
-    def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
-        super().start_param_sync(*unused, **kwargs)
-
-    @override
     def zero_grad_buffer(self) -> None:
         if not self.is_sharded:
             return
@@ -140,17 +111,9 @@ class DoorDataParallel(AsyncHZPDataParallel):
 
     @override
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        self._check_sharded()
-        super().finish_grad_sync(force_all_reduce)
-
-    @override
-    def scale_gradients(self, scaling_factor: float) -> None:
-        self._check_sharded()
-        super().scale_gradients(scaling_factor)
-
-    def _check_sharded(self) -> None:
         if not self.is_sharded:
             raise ConfigurationError(NO_OPTIMIZER)
+        super().finish_grad_sync(force_all_reduce)
 
     # ---- checkpoints
 

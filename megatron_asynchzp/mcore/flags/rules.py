@@ -78,7 +78,6 @@ class Refused(ConfigurationError):
 
 
 def _written(value: object) -> str:
-    """Return a value as it follows its flag; a switch has none."""
     if value is None or isinstance(value, bool):
         return ""
     words = value if isinstance(value, list | tuple) else [value]

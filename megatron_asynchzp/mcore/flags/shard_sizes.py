@@ -181,7 +181,6 @@ def describe_cuts(sizes: ShardSizes, group_size: int) -> list[str]:
 
 
 def _nested_default(default: int, other: int | None) -> int:
-    """Return `default`, or its common divisor with `other` if neither divides the other."""
     if other is None or other < 1:
         return default
     small, large = sorted((default, other))

@@ -16,7 +16,6 @@ from megatron_asynchzp.mcore.step.communication import Communication
 
 
 def _saves() -> SaveLog:
-    """Return the saves of this rank: none before a model is wrapped."""
     communication = Communication.current()
     return SaveLog() if communication is None else communication.driver.saves
 

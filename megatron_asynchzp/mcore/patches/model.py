@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces how Megatron builds and wraps a model, its optimizer and its attention, by our flags."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError, raise_first
 from megatron_asynchzp.mcore.flags.checks import faults_of_tokens
@@ -14,24 +14,44 @@ from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.run.settings import Run, RunSettings, run_args
 
 
-def _build_in_shards(original: Callable, *args: Any, **options: Any) -> Any:
+class Seam(NamedTuple):
+    """What a script, or a framework, gets where it wraps a model and makes its optimizer."""
+
+    wrapper: type  # in place of DistributedDataParallel
+    make_optimizer: Callable[[Mapping[str, Any]], Any]  # of get_megatron_optimizer's arguments
+
+
+def _build(original: Callable, *args: Any, **options: Any) -> Any:
+    build, run = partial(original, *args, **options), Run.current()
+    if run is None or (run.settings is None and run.capture is None):
+        return build()
     given = signature(original).bind(*args, **options)
     given.apply_defaults()
-    run, settings = run_args(), Run.current_settings()
-    if settings is None or not given.arguments["wrap_with_ddp"]:
-        return original(*args, **options)
+    if not given.arguments["wrap_with_ddp"]:
+        return build()
+    model = _build_in_shards(run, given.arguments, build) if run.settings else build()
+    if run.capture is not None:
+        from megatron_asynchzp.mcore.attention.capture import capture_attention
+
+        capture_attention(run.capture, run.megatron, [chunk.module for chunk in model])
+    return model
+
+
+def _build_in_shards(run: Run, given: Mapping[str, Any], build: Callable[[], Any]) -> Any:
     from megatron_asynchzp.mcore.start.construction import constructing
     from megatron_asynchzp.mcore.start.low_precision import faults_of_machine
 
-    raise_first(faults_of_machine(run))
-    if run.cuda_graph_impl == "local":
+    args, settings = run.megatron, run.settings
+    assert settings is not None
+    raise_first(faults_of_machine(args))
+    if args.cuda_graph_impl == "local":
         _prepare_own_graphs()
-    if run.rank == 0:
-        raise_first(faults_of_tokens(run))
+    if args.rank == 0:
+        raise_first(faults_of_tokens(args))
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
-    pg_collection = given.arguments["pg_collection"] or _process_groups()
-    with constructing(settings, pg_collection, has_experts=run.expert_model_parallel_size > 1):
-        return original(*args, **options)
+    groups = given["pg_collection"] or _process_groups()
+    with constructing(settings, groups, has_experts=args.expert_model_parallel_size > 1):
+        return build()
 
 
 build_models = replaces(
@@ -42,18 +62,17 @@ build_models = replaces(
     "use_layer_wise_distributed_optimizer[0.20] use_layer_wise_param_layout[0.20]",
     why="model builders build models here: each layer is sharded as soon as it is complete",
     drop_when="a builder calls back when a layer is complete",
-)(_build_in_shards)
+)(_build)
 
 get_model = replaces(
     "megatron.training.training.get_model",
     "model_provider_func model_type wrap_with_ddp config pg_collection",
     why="scripts that pass a model_provider build models here, as above",
     drop_when="Megatron drops get_model",
-)(_build_in_shards)
+)(_build)
 
 
 def _prepare_own_graphs() -> None:
-    """Keep everything on the current stream."""
     # Before graphs have memory Megatron would go on on another stream, which waits for nothing.
     import torch
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
@@ -69,63 +88,68 @@ def _process_groups() -> Any:
 
 
 @replaces(
-    "megatron.training.models.dist_utils._ddp_wrap",
-    "model data_parallel_random_init ddp_config overlap_param_gather_with_optimizer_step "
-    "use_megatron_fsdp use_torch_fsdp2 pg_collection use_layer_wise_distributed_optimizer[0.20] "
-    "use_layer_wise_param_layout[0.20]",
-    why="model builders (pretrain_gpt.py, pretrain_hybrid.py) choose the wrapper here",
-    drop_when="build_distributed_models takes the wrapper's class",
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.__init__",
+    "self config ddp_config module disable_bucketing pg_collection full_param_layout[0.19]",
+    why="scripts and frameworks wrap a model chunk here; the class is replaced and not its name, "
+    "in each module that has imported it",
+    drop_when="megatron-core takes the wrapper's class from the DDP configuration",
 )
-def ddp_wrap(
-    original: Callable,
-    model: Sequence,
-    data_parallel_random_init: bool,
-    ddp_config: Any,
-    *rest: Any,
-    pg_collection: Any,
-    **options: Any,
-) -> list:
-    _capture(model)
-    if (run := Run.current()) is not None and run.settings is not None:
-        return _wrap(run.megatron, run.settings, model, ddp_config, pg_collection)
-    options["pg_collection"] = pg_collection
-    return original(model, data_parallel_random_init, ddp_config, *rest, **options)
+def wrap(original: Callable, self: Any, *args: Any, **options: Any) -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    if type(self) is DistributedDataParallel and (seam := _seam()) is not None:
+        self.__class__ = seam.wrapper
+        self.__init__(*args, **options)
+    else:
+        original(self, *args, **options)
 
 
 @replaces(
-    "megatron.training.training.wrap_model_chunks_with_ddp",
-    "model_chunks config ddp_config use_layer_wise_distributed_optimizer "
-    "use_layer_wise_param_layout DP pg_collection bucket_sizes disable_bucketing_per_chunk",
-    why="scripts that pass a model_provider (get_model) choose the wrapper here",
-    drop_when="Megatron drops get_model",
+    "megatron.core.optimizer.get_megatron_optimizer",
+    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
+    "dump_param_to_param_group_map",
+    why="scripts and frameworks make the optimizer here, where all chunks of a rank are known: the "
+    "model is sharded",
+    drop_when="the wrapper may supply its own optimizer",
 )
-def wrap_chunks(
-    original: Callable, model_chunks, config, ddp_config, *, pg_collection=None, **options: Any
-) -> list:
-    _capture(model_chunks)
-    if (run := Run.current()) is not None and run.settings is not None:
-        return _wrap(run.megatron, run.settings, model_chunks, ddp_config, pg_collection)
-    return original(model_chunks, config, ddp_config, pg_collection=pg_collection, **options)
+def get_optimizer(original: Callable, *args: Any, **options: Any) -> Any:
+    if (seam := _seam()) is None:
+        return original(*args, **options)
+    given = signature(original).bind(*args, **options)
+    given.apply_defaults()
+    return seam.make_optimizer(given.arguments)
 
 
-def _capture(model_chunks: Sequence) -> None:
-    if (run := Run.current()) is not None and run.capture is not None:
-        from megatron_asynchzp.mcore.attention.capture import capture_attention
+def _seam() -> Seam | None:
+    run = Run.current()
+    if run is None or (run.config is None and run.settings is None):
+        return None
+    if run.seam is not None:
+        return run.seam
+    from megatron_asynchzp.mcore.step.data_parallel import AsyncHZPDataParallel
 
-        capture_attention(run.capture, run.megatron, model_chunks)
+    return Seam(AsyncHZPDataParallel, _make_optimizer)
 
 
-def _wrap(
-    args: Any, settings: RunSettings, model_chunks: Sequence, ddp_config: Any, pg_collection: Any
-) -> list:
+def _make_optimizer(given: Mapping[str, Any]) -> Any:
+    from megatron_asynchzp.mcore.step.optimizer import get_asynchzp_optimizer
+
+    chunks, groups, settings = given["model_chunks"], given["pg_collection"], Run.current_settings()
+    assert settings is not None
+    _shard(run_args(), settings, chunks, groups or chunks[0].given_groups or _process_groups())
+    overrides, moments = given["config_overrides"], settings.moments
+    return get_asynchzp_optimizer(given["config"], chunks, overrides, groups, moments)
+
+
+def _shard(args: Any, settings: RunSettings, chunks: Sequence, pg_collection: Any) -> None:
     from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
-    from megatron_asynchzp.mcore.start.construction import current_construction
-    from megatron_asynchzp.mcore.step.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.step.data_parallel import reduce_last_micro_batch, shard_chunks
 
-    pg_collection = pg_collection or _process_groups()
     claim_save_directory(args)
-    construction = current_construction()
-    chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
+    construction = chunks[0].construction
+    shard_chunks(chunks, pg_collection, settings, construction)
+    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.
+    reduce_last_micro_batch(chunks)
     if args.qk_clip:
         from megatron_asynchzp.mcore.step.qk_clip import refuse_unknown_attention
 
@@ -145,32 +169,10 @@ def _wrap(
     if args.rank == 0:
         from megatron_asynchzp.mcore.start.start_table import budget_hint, format_start_table
 
-        whole_nbytes = None if construction is None else construction.peak_whole_nbytes
-        moments, per_node = settings.moment_nbytes, settings.ranks_per_node
-        table = format_start_table(chunks, per_node, moments, whole_nbytes)
-        print(table, flush=True)
+        print(format_start_table(chunks, settings, construction), flush=True)
         batch = args.micro_batch_size * args.data_parallel_size
         if hint := budget_hint(chunks, args.global_batch_size // batch):
             print(f"megatron_asynchzp: {hint}", flush=True)
-    return chunks
-
-
-@replaces(
-    "megatron.training.training.get_megatron_optimizer",
-    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
-    "dump_param_to_param_group_map",
-    why="setup_model_and_optimizer builds the optimizer here",
-    drop_when="the wrapper may supply its own optimizer",
-)
-def get_optimizer(
-    original: Callable, config, model_chunks, config_overrides=None, *rest: Any, **options: Any
-) -> Any:
-    if (settings := Run.current_settings()) is None:
-        return original(config, model_chunks, config_overrides, *rest, **options)
-    from megatron_asynchzp.mcore.step.optimizer import get_asynchzp_optimizer
-
-    groups, moments = options.get("pg_collection"), settings.moments
-    return get_asynchzp_optimizer(config, model_chunks, config_overrides, groups, moments)
 
 
 @replaces(

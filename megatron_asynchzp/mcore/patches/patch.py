@@ -79,9 +79,6 @@ def replaces(
     return lambda call: Patch(target, parameters, why, drop_when, call, last)
 
 
-# --- checks ------------------------------------------------------------------------------------
-
-
 def found_version() -> str:
     try:
         info = importlib.import_module("megatron.core.package_info")
@@ -126,9 +123,6 @@ def _check_signature(patch: Patch, original: Callable) -> None:
         raise mismatch(
             patch.target, f"takes ({', '.join(names)}), not ({', '.join(wanted)}) as expected"
         )
-
-
-# --- applying and removing ---------------------------------------------------------------------
 
 
 def apply_patches(patches: Sequence[Patch]) -> None:

@@ -90,7 +90,6 @@ def _end_in_thread(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """Forget the watch in a forked process, such as a data loader."""
     # It has no such thread, and its signals are not for its parent, whose file it has.
     if signal.getsignal(signal.SIGTERM) is _end_in_thread:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

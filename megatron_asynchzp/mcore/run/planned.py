@@ -457,7 +457,6 @@ def kernels_of(args: Any) -> Kernels:
 
 
 def _kept_quantised(args: Any) -> Literal["none", "experts", "all"]:
-    """Return which quantised weights stay, as low_precision.kept_nbytes counts them."""
     if args.fp8 and args.fp8_recipe == "delayed":
         return "all"
     is_quantised = args.fp8 or args.fp4

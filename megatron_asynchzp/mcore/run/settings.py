@@ -104,6 +104,7 @@ class Run:
     attention: PasaOptions | None  # None without --use-pasa-attention
     capture: CaptureRequest | None
     config: AsyncHZPConfig | None = None  # of install(): settings come with the first optimizer
+    seam: Any = None  # of install(): see Seam
     _built: tuple[ref[Construction], ...] = ()  # what building() began, until it is sharded
 
     # A process has one run, as its interpreter has one Megatron.
@@ -122,9 +123,9 @@ class Run:
         )
 
     @classmethod
-    def begin_installed(cls, config: AsyncHZPConfig) -> None:
+    def begin_installed(cls, config: AsyncHZPConfig, seam: Any) -> None:
         """Let the first optimizer that is made bring the settings of this process."""
-        Run._current = cls(None, None, None, None, config)
+        Run._current = cls(None, None, None, None, config, seam)
 
     @classmethod
     def note_construction(cls, construction: Construction) -> None:
@@ -139,19 +140,12 @@ class Run:
 
     def meet_model(self, megatron: Any, settings: RunSettings) -> None:
         """Take the settings of a model; those of a second one must be the same."""
-        if self.settings is not None:
-            step_of_run = self.settings.number_of_step  # a function, equal to no other
-            if (theirs := replace(settings, number_of_step=step_of_run)) != self.settings:
-                differing = next(
-                    name
-                    for name in (field.name for field in fields(RunSettings))
-                    if getattr(theirs, name) != getattr(self.settings, name)
-                )
+        for name in (field.name for field in fields(RunSettings) if self.settings is not None):
+            was, now = getattr(self.settings, name), getattr(settings, name)
+            if name != "number_of_step" and was != now:  # a function, equal to no other
                 raise ConfigurationError(
-                    f"a second model of this process needs {differing} "
-                    f"{getattr(theirs, differing)}, and the first one has "
-                    f"{getattr(self.settings, differing)}; give both the same settings, or train "
-                    "them in two processes"
+                    f"a second model of this process needs {name} {now}, and the first one has "
+                    f"{was}; give both the same settings, or train them in two processes"
                 )
         Run._current = replace(self, megatron=megatron, settings=settings)
 

@@ -13,7 +13,9 @@ from megatron_asynchzp.engine.comm.groups import ShardGroups
 from megatron_asynchzp.engine.schedule import ScheduleConfig
 from megatron_asynchzp.engine.sharding.early_units import preview_nbytes
 from megatron_asynchzp.engine.sharding.topology import spans_nodes
+from megatron_asynchzp.engine.zero.construction import Construction
 from megatron_asynchzp.engine.zero.unit import HZPUnit
+from megatron_asynchzp.mcore.run.settings import RunSettings
 from megatron_asynchzp.mcore.start.low_precision import kept_nbytes
 from megatron_asynchzp.mcore.start.state_bytes import (
     mean_moment_nbytes,
@@ -169,16 +171,11 @@ def _units_table(units: Sequence[HZPUnit]) -> str:
 
 
 def format_start_table(
-    chunks: Sequence[AsyncHZPDataParallel],
-    ranks_per_node: int,
-    moments: MomentBytes = MomentBytes(),
-    whole_nbytes: int | None = None,
+    chunks: Sequence[AsyncHZPDataParallel], settings: RunSettings, built: Construction | None
 ) -> str:
-    """Return the whole table as text, for the calling rank.
-
-    moments are the optimizer's bytes per element; whole_nbytes is the most that was whole while a
-    model was built in shards.
-    """
+    """Return the whole table as text, for the calling rank."""
+    whole_nbytes = None if built is None else built.peak_whole_nbytes
+    ranks_per_node, moments = settings.ranks_per_node, settings.moment_nbytes
     keys = {unit: chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     in_codes = {key for unit, key in keys.items() if unit.code_gathers}
     groups = {key: group for key, group in chunks[0].groups.items() if key in keys.values()}

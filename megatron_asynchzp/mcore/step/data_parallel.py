@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, override
 
 import torch
@@ -14,7 +14,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.utils import MakeViewlessTensor, get_model_config
+from megatron.core.utils import MakeViewlessTensor
 
 from megatron_asynchzp.engine.at_rest.host_states import move_to_host
 from megatron_asynchzp.engine.comm.groups import ShardGroups
@@ -27,6 +27,7 @@ from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.run.settings import RunSettings
+from megatron_asynchzp.mcore.start.construction import current_construction
 from megatron_asynchzp.mcore.start.low_precision import forget_copies, send_codes
 from megatron_asynchzp.mcore.start.shard_groups import (
     broadcast_from_first_rank,
@@ -50,11 +51,25 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     A subclass of DistributedDataParallel by name only, so that unwrap_model and the schedules
     recognise it without a patch; none of its buffers is built. It is whole until `shard`.
+
+    Args:
+        config: TransformerConfig; all arguments are those of DistributedDataParallel.
     """
 
-    def __init__(self, module: torch.nn.Module, ddp_config: DistributedDataParallelConfig):
-        _BaseDataParallel.__init__(self, config=get_model_config(module), module=module)
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: Any = None,
+    ):
+        _BaseDataParallel.__init__(self, config=config, module=module)
+        self.config = config
         self.ddp_config = ddp_config
+        self.given_groups = pg_collection
+        self.construction = current_construction()  # until it is sharded
         # Read by Megatron's exit path and schedules.
         self.buffers: list = []
         self.expert_parallel_buffers: list = []
@@ -163,12 +178,14 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             self.communication.begin_step(self.runtime.step)
 
     @override
+    @wraps(DistributedDataParallel.start_grad_sync)
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Do nothing: gradients have left already, micro-batch by micro-batch."""
 
-    # Nor here: wrap_model_chunks broadcasts before it shards, the optimizer starts the exchange of
+    start_param_sync = wraps(DistributedDataParallel.start_param_sync)(lambda self, *_, **__: None)
+    # Nor here: shard_chunks broadcasts before it shards, the optimizer starts the exchange of
     # parameters, the engine's hooks are always on and gathered parameters never stale.
-    broadcast_params = start_param_sync = free_overlap_buffers = start_grad_sync
+    broadcast_params = free_overlap_buffers = start_grad_sync
     enable_forward_pre_hook = disable_forward_pre_hook = start_grad_sync
 
     @override
@@ -226,7 +243,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
 
 def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
-    """Leave fused gradients to the layers of Transformer Engine."""
     # Megatron's own linear layers, such as the output layer, read main_grad in forward, before the
     # engine has memory for a gradient.
     for module in model.modules():
@@ -250,28 +266,13 @@ def refuse_all_trained(chunks: Sequence[AsyncHZPDataParallel]) -> None:
         )
 
 
-def wrap_model_chunks(
-    model_chunks: Sequence[torch.nn.Module],
-    ddp_config: DistributedDataParallelConfig,
-    pg_collection: ProcessGroupCollection,
-    settings: RunSettings,
-    construction: Construction | None = None,
-) -> list[AsyncHZPDataParallel]:
-    """Shard and wrap this rank's chunks, and end their construction. Collective over the world."""
-    wrapped = [AsyncHZPDataParallel(chunk, ddp_config) for chunk in model_chunks]
-    shard_chunks(wrapped, pg_collection, settings, construction)
-    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.
-    reduce_last_micro_batch(wrapped)
-    return wrapped
-
-
 def shard_chunks(
     chunks: Sequence[AsyncHZPDataParallel],
     pg_collection: ProcessGroupCollection,
     settings: RunSettings,
     construction: Construction | None = None,
 ) -> None:
-    """Shard the wrapped chunks of this rank, as wrap_model_chunks does. Collective."""
+    """Shard the wrapped chunks of this rank, and end their construction. Collective."""
     params = [param for chunk in chunks for param in chunk.parameters()]
     # Megatron wraps on its own stream. Parameters are memory of the default stream: if freed while
     # another stream still copies them, they could be reused. So work on the default stream.
@@ -298,6 +299,7 @@ def shard_chunks(
                     broadcast_from_first_rank(param, pg_collection)
         for index, chunk in enumerate(chunks):
             chunk.shard(index, pg_collection, groups, communication, takes_snapshots, construction)
+            chunk.construction = None
         if settings.sends_codes:
             for chunk in chunks:
                 send_codes(chunk.module, chunk.config, chunk.units)

@@ -166,7 +166,6 @@ def muon_overrides() -> dict:
 
 
 def _matrices_of(chunk: AsyncHZPDataParallel) -> Iterator[Matrix]:
-    """Yield the parameters of a chunk that have Muon, those of other ranks included."""
     for unit in chunk.units:
         for index, param in enumerate(unit.params):
             if unit.is_trained and not _has_adam(param):

@@ -268,7 +268,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._use_fused_steps()
 
     def _use_fused_steps(self) -> None:
-        """Use the fused kernel of torch's Adam; TE's and apex's always are."""
         for optimizer in self._optimizers:
             if type(optimizer) in TORCHS_ADAM:
                 for group in optimizer.param_groups:

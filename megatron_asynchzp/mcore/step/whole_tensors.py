@@ -13,8 +13,6 @@ from megatron_asynchzp.engine.zero.autograd import HZPRuntime
 from megatron_asynchzp.engine.zero.unit import HZPUnit
 from megatron_asynchzp.mcore.step.differences import is_counted_once
 
-# ---- the norm of all parameters
-
 
 @torch.no_grad()
 def norm_of_params(runtimes: Sequence[HZPRuntime], in_model_dtype: bool) -> float:
@@ -47,9 +45,6 @@ def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
     # Not from model_param, which the lanes may be rebuilding: rounding gives the same numbers.
     fragments = [values.to(unit.device) for values in unit.main_param_fragments()]
     return [values.to(unit.dtype) for values in fragments] if in_model_dtype else fragments
-
-
-# ---- dumps
 
 
 @torch.no_grad()

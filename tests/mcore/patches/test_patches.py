@@ -205,9 +205,9 @@ def _replacement(attribute: str, original: _Recorder):
 
 
 ASKED_BY_FLAG = [
-    *("_ddp_wrap", "wrap_model_chunks_with_ddp", "get_megatron_optimizer", "build_module", "save"),
-    *("get_model", "save_checkpoint", "load_checkpoint", "load_args_from_checkpoint"),
-    *("read_metadata", "_load_global_dist_base_checkpoint"),
+    *("get_megatron_optimizer", "build_module", "save", "get_model", "save_checkpoint"),
+    *("load_checkpoint", "load_args_from_checkpoint", "read_metadata"),
+    "_load_global_dist_base_checkpoint",
 ]
 
 

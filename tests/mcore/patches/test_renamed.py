@@ -17,7 +17,7 @@ from megatron.core import package_info
 # What is renamed, and how the line begins: functions that are replaced, a parameter of one,
 # functions and classes that are imported, a module, a method of ours that Megatron calls.
 RENAMED = {
-    "get_megatron_optimizer": "megatron.training.training.get_megatron_optimizer does not exist",
+    "get_megatron_optimizer": "megatron.core.optimizer.get_megatron_optimizer does not exist",
     "load_checkpoint": "megatron.training.checkpointing.load_checkpoint does not exist",
     "calc_params_l2_norm": "megatron.training.utils.common_utils.calc_params_l2_norm does",
     "report_theoretical_memory": "megatron.training.training.report_theoretical_memory does not",
