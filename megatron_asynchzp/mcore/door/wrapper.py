@@ -92,9 +92,7 @@ class DoorDataParallel(AsyncHZPDataParallel):
             )
         return super().forward(*args, **kwargs)
 
-    # A framework puts these into its configuration. Megatron Bridge saves that with the functions'
-    # names, and reads only those that stock has.
-
+    # Megatron Bridge saves functions of its configuration by name, and reads those that stock has.
     @override
     @wraps(DistributedDataParallel.no_sync)
     def no_sync(self) -> AbstractContextManager:

@@ -182,7 +182,9 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Do nothing: gradients have left already, micro-batch by micro-batch."""
 
-    start_param_sync = wraps(DistributedDataParallel.start_param_sync)(lambda self, *_, **__: None)
+    start_param_sync = override(  # by its own name, see DoorDataParallel.no_sync
+        wraps(DistributedDataParallel.start_param_sync)(lambda self, *_, **__: None)
+    )
     # Nor here: shard_chunks broadcasts before it shards, the optimizer starts the exchange of
     # parameters, the engine's hooks are always on and gathered parameters never stale.
     broadcast_params = free_overlap_buffers = start_grad_sync
