@@ -15,7 +15,8 @@ PACKAGES = (
     "attrdict attrs binpacking cffi cpm-kernels cryptography dacite dill fastapi frozenlist "
     "importlib-metadata jieba jiter joblib json-repair multidict multiprocess nltk openai oss2 "
     "pandas propcache rouge scipy simplejson sortedcontainers starlette tensorboard tiktoken "
-    "transformers-stream-generator tzdata uvicorn werkzeug xxhash yarl zipp zstandard"
+    "transformers-stream-generator tzdata uvicorn werkzeug xxhash yarl zipp zstandard "
+    "cloudpickle msgspec pyzmq"
 )
 # Not clipped, so that norms in another order of sums change no weight.
 ARGUMENTS = (
@@ -97,6 +98,24 @@ def test_megatron_sft_trains_resumes_and_exports_as_with_stock(tmp_path: Path, k
     check_exports(runs["stock resumed"]["exports"], resumed["exports"], 6)
     if kind == "full":  # a merge rounds the base of adapters, also in stock
         assert resumed["steps"] == ours["steps"][3:]
+
+
+_ADAPTERS = "--tuner_type lora --lora_dropout 0 --target_modules all-linear"
+OTHERS = {
+    "preferences": f"--rlhf_type dpo --merge_lora true {_ADAPTERS}",
+    "whole modules": f"--modules_to_save word_embeddings output_layer {_ADAPTERS}",
+    "frozen layers": "--tuner_type full --freeze_parameters_ratio 0.4",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_trainings_give_the_weights_of_stock(tmp_path: Path, kind: str):
+    folder, words = folder_of(PACKAGES.split()), [*OTHERS[kind].split(), "--finetune", "true"]
+    stock, ours = (sft(folder, tmp_path, f"{is_ours}", *words, ours=is_ours) for is_ours in (0, 1))
+    check_equal(stock, ours)
+    for step in (3, 6):
+        check_exports(stock["exports"], ours["exports"], step)
 
 
 @pytest.mark.slow

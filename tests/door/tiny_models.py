@@ -77,7 +77,7 @@ def _make_tokenizer(folder: Path) -> None:
 
 
 def write_sums(file: Path) -> None:
-    """Write conversations about sums, one a line."""
+    """Write conversations about sums, one a line, and a wrong answer to each."""
     numbers = random.Random(1)
     pairs = [(numbers.randint(0, 99), numbers.randint(0, 99)) for _ in range(256)]
     lines = [
@@ -85,7 +85,8 @@ def write_sums(file: Path) -> None:
             "messages": [
                 {"role": "user", "content": f"{a}+{b}="},
                 {"role": "assistant", "content": f"{a + b}"},
-            ]
+            ],
+            "rejected_response": f"{a + b + 1}",
         }
         for a, b in pairs
     ]
