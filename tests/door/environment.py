@@ -78,5 +78,12 @@ def check_equal(stock: dict[str, Any], ours: dict[str, Any]) -> None:
     assert norms == pytest.approx(stock_norms, rel=1e-6)
 
 
+def check_built_in_shards(ours: dict[str, Any]) -> None:
+    """A rank held at most its shards and two units of a model while it was built, by counting."""
+    memory, [peak] = ours["memory"], ours["peaks"]
+    limit = memory["shards"] + 2 * memory["unit"]
+    assert peak <= limit < memory["whole"], (peak, memory)
+
+
 def assert_close(steps: list, expected: list) -> None:
     assert steps == [pytest.approx(step, rel=1e-6) for step in expected]

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.door.environment import assert_close, check_equal, folder_of, run, sizes_as_env
+from tests.door.environment import (
+    assert_close,
+    check_built_in_shards,
+    check_equal,
+    folder_of,
+    run,
+    sizes_as_env,
+)
 from tests.door.tiny_models import make_model
 
 PACKAGES = (
@@ -112,6 +119,13 @@ def test_weights_of_hugging_face_are_imported_and_exported_as_with_stock(
             weights = load_file(folder / "model.safetensors")
             assert weights.keys() == expected.keys()
             assert all(value.equal(expected[name]) for name, value in weights.items()), folder
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_shards_and_two_units_while_a_model_is_built(tmp_path: Path):
+    deep = {"num_layers": 12, "hidden_size": 64, "ffn_hidden_size": 128}
+    [ours] = call(tmp_path, training(tmp_path, "gpt", "ours", model=deep))
+    check_built_in_shards(ours)
 
 
 TENSOR: dict[str, Any] = {"model": {"tensor_model_parallel_size": 2}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.door.environment import ROOT, SIZES, check_equal, folder_of, run
+from tests.door.environment import ROOT, SIZES, check_built_in_shards, check_equal, folder_of, run
 from tests.door.tiny_models import make_model, write_sums
 
 PACKAGES = (
@@ -116,6 +116,14 @@ def test_other_trainings_give_the_weights_of_stock(tmp_path: Path, kind: str):
     check_equal(stock, ours)
     for step in (3, 6):
         check_exports(stock["exports"], ours["exports"], step)
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_shards_and_two_units_while_a_model_is_built(tmp_path: Path):
+    make_model(tmp_path / "model", num_layers=12)
+    write_sums(tmp_path / "model" / "data.jsonl")
+    words = ["--tuner_type", "full", "--finetune", "true", "--train_iters", "1"]
+    check_built_in_shards(sft(folder_of(PACKAGES.split()), tmp_path, "ours", *words))
 
 
 @pytest.mark.slow

@@ -44,14 +44,15 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(folder: Path, name: str = "Qwen2") -> None:
+def make_model(folder: Path, name: str = "Qwen2", num_layers: int = 2) -> None:
     """Write a model and its tokenizer in the form of Hugging Face."""
     import torch
     import transformers
 
     _make_tokenizer(folder)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**_SMALL | _MODELS[name])
+    settings = _SMALL | _MODELS[name] | {"num_hidden_layers": num_layers}
+    config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.to(torch.bfloat16).save_pretrained(folder)
 
