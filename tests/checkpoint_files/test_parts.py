@@ -138,6 +138,7 @@ def test_a_stack_of_layers_lacks_whole_layers_alone():
         is_of_layers = any(kept) and all(kept[row] == kept[row + 1] for row in (0, 2, 4))
         assert (find_fault((3, 4), parts, lacks_rows=True) is None) == is_of_layers, kept
         assert (find_fault((3, 4), parts) is None) == all(kept)
+    assert find_fault((3, 4), [part((0, 0), (2, 4))], lacks_rows=True) is None
     twice = [part((0, 0), (2, 4)), *pieces[2:4]]
     for parts in (twice, twice[:2]):
         assert "of 8 elements" in str(find_fault((3, 4), parts, lacks_rows=True))
