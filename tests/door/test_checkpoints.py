@@ -94,33 +94,15 @@ def test_a_framework_that_keeps_adapters_by_name_saves_and_resumes_them(tmp_path
     assert missing | others_missing == left_out != set()
 
 
-def save_with_frozen_layers(folder: Path) -> tuple[Steps, Steps]:
-    from megatron_asynchzp import cpu_platform
-
-    cpu_platform.install()
-    install()
-    loop = Loop(dtype=torch.bfloat16, num_layers=3, frozen=".layers.1.").build()
-    loop.train(0, SAVED)
-    loop.save(folder)
-    went_on = loop.train(SAVED, STOP)
-    loop = Loop(dtype=torch.bfloat16, num_layers=3, frozen=".layers.1.").build()
-    loop.load(folder)
-    return went_on, loop.train(SAVED, STOP)
-
-
-def test_a_model_of_which_some_layers_are_frozen_is_saved_and_resumed(tmp_path: Path):
-    for went_on, resumed in on_ranks(save_with_frozen_layers, 2, tmp_path):
-        assert resumed == went_on
-
-
-def save_entries_twice(folder: Path) -> tuple[Steps, Steps]:
+def save_frozen_layers(folder: Path) -> tuple[Steps, Steps]:
+    """Save a model of which a layer is frozen, and which gives an entry under two keys."""
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
     install()
 
     def new_loop() -> Loop:
-        loop = Loop(dtype=torch.bfloat16)
+        loop = Loop(dtype=torch.bfloat16, num_layers=3, frozen=".layers.1.")
         loop.initialize()
         loop.build_modules()
         model: Any = unwrap_model(loop.modules[0])
@@ -144,8 +126,8 @@ def save_entries_twice(folder: Path) -> tuple[Steps, Steps]:
     return went_on, loop.train(SAVED, STOP)
 
 
-def test_an_entry_that_a_framework_gives_under_two_keys_is_stored_once(tmp_path: Path):
-    for went_on, resumed in on_ranks(save_entries_twice, 2, tmp_path):
+def test_frozen_layers_and_an_entry_under_two_keys_are_saved_and_resumed(tmp_path: Path):
+    for went_on, resumed in on_ranks(save_frozen_layers, 2, tmp_path):
         assert resumed == went_on
 
 

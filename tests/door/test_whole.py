@@ -4,6 +4,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from types import ModuleType
 from typing import Any
 
@@ -201,6 +202,9 @@ def read_and_write(options: dict) -> dict[str, Any]:
         first, *_, last = loop.model[0].parameters()
         kept = first.data  # whole, also when another unit is used
         results["kept"] = torch.equal(last.data + 0 * kept.sum(), last.data)
+        copied = deepcopy(first)
+        is_own = type(copied) is torch.nn.Parameter and copied.data_ptr() != kept.data_ptr()
+        results["copied"] = is_own and torch.equal(copied.data, kept)
         results["of two units"] = bool(torch.outer(first[0], last[0]).isfinite().all())
         states = [chunk.state_dict() for chunk in (*loop.model, *unwrap_model(loop.model))]
         results["states"] = [torch.equal(state[next(iter(state))], first) for state in states]
@@ -243,7 +247,7 @@ def test_whole_parameters_are_read_one_unit_at_a_time_and_written(options: dict)
         assert set(results["units held"]) == {1}
         expected = [pytest.approx(step, rel=1e-6) for step in results["stock goes on"]]
         assert results["goes on"] == expected
-        assert results["states"] == [True, True]
+        assert results["states"] == [True, True] and results["copied"]
         assert results["kept"] and results["of two units"]
         assert "were written within whole(), which only reads" in results["refused"]
         expected = [pytest.approx(step, rel=1e-6) for step in results["stock from values"]]
