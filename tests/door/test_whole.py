@@ -203,7 +203,7 @@ def read_and_write(options: dict) -> dict[str, Any]:
         kept = first.data  # whole, also when another unit is used
         results["kept"] = torch.equal(last.data + 0 * kept.sum(), last.data)
         copied = deepcopy(first)
-        is_own = type(copied) is torch.nn.Parameter and copied.data_ptr() != kept.data_ptr()
+        is_own = type(copied) is torch.nn.Parameter and copied.data_ptr() != first.data.data_ptr()
         results["copied"] = is_own and torch.equal(copied.data, kept)
         results["of two units"] = bool(torch.outer(first[0], last[0]).isfinite().all())
         states = [chunk.state_dict() for chunk in (*loop.model, *unwrap_model(loop.model))]
