@@ -162,13 +162,13 @@ def test_an_attention_that_does_not_say_what_to_clip_is_refused_when_the_model_i
     steps = ("shard_chunks", "reduce_last_micro_batch")
     for name in steps:
         monkeypatch.setattr(data_parallel, name, lambda *_, name=name: called.append(name))
-    monkeypatch.setattr(save_guard, "claim_save_directory", lambda _: None)
+    monkeypatch.setattr(save_guard, "claim_save_directory", lambda _: called.append("claim"))
     args, settings = SimpleNamespace(qk_clip=True, rank=1), RunSettings(ShardSizes(1, 1, 1))
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1, rank=lambda: 1))
     model = new_model(False, torch.float32, [1.0] * HEADS, [1.0] * HEADS)
     model.runtime = model.construction = None
     _shard(args, settings, [model], groups)
-    assert called == [*steps]
+    assert called == ["claim", *steps]
     del model.decoder.layers[1].self_attention._clip_linear_qkv
     with pytest.raises(ConfigurationError, match="--qk-clip: Module does not say what to clip"):
         _shard(args, settings, [model], groups)
