@@ -66,7 +66,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         full_param_layout: Any = None,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
-        self.config = config
         self.ddp_config = ddp_config
         self.given_groups = pg_collection
         self.construction = current_construction()  # until it is sharded
